@@ -110,6 +110,11 @@ class Instruction:
         """The function, also where records differ in it."""
         return self.function.example if isinstance(self.function, Hole) else self.function
 
+    @property
+    def made(self) -> list[Value]:
+        """The values that the instruction makes."""
+        return [out for out in self.outputs if out is not None]
+
     def inputs(self) -> Iterator[Value]:
         """The values among the arguments, and those that numbers among them are computed from."""
         return values_in((self.args, self.kwargs))
@@ -159,6 +164,11 @@ class Input:
         return self.layout is not None and not self.is_local
 
     @property
+    def moves(self) -> bool:
+        """True if calls may take other tensors."""
+        return self.is_argument or self.may_change
+
+    @property
     def is_local(self) -> bool:
         """True for the local tensor of a DTensor that the step refers to."""
         return not self.is_argument and self.path.how == "attribute" and is_dtensor(self.path.owner)
@@ -197,15 +207,16 @@ class Graph:
 
     def new_values(self) -> Iterator[int]:
         """Numbers for values that a pass makes."""
-        made = [out.number for each in self.instructions for out in each.outputs if out is not None]
-        return count(max([*made, *[each.value.number for each in self.inputs]], default=0) + 1)
+        values = [each.value for each in self.inputs]
+        values += [out for each in self.instructions for out in each.made]
+        return count(max([each.number for each in values], default=0) + 1)
 
     def unmade(self) -> set[int]:
         """The numbers of values that are used and were not made before."""
         made, unmade = {each.value.number for each in self.inputs}, set[int]()
         for each in self.instructions:
             unmade |= {value.number for value in each.inputs()} - made
-            made |= {out.number for out in each.outputs if out is not None}
+            made |= {out.number for out in each.made}
         return unmade | {value.number for value in self.kept()} - made
 
     def last_uses(self) -> list[list[Value]]:
@@ -215,7 +226,7 @@ class Graph:
         result: list[list[Value]] = []
         for each in reversed(self.instructions):
             last = []
-            for value in (*each.inputs(), *[out for out in each.outputs if out is not None]):
+            for value in (*each.inputs(), *each.made):
                 if value.number not in seen:
                     seen.add(value.number)
                     last.append(value)

@@ -16,7 +16,7 @@ import operator
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -389,29 +389,30 @@ class _Writer:
     # -- instructions ------------------------------------------------------------------------
 
     def _write(self, each: Instruction) -> None:
-        function = each.target
-        made = [out for out in each.outputs if out is not None]
-        touched = {*map(id, each.writes), *[id(out.memory) for out in made]}
+        touched = {*map(id, each.writes), *[id(out.memory) for out in each.made]}
         is_pinned = not touched.isdisjoint(self._pinned)
+        leaves = tree_leaves((each.args, each.kwargs))
         if each.kind == "wait" and each.args[0].number not in self._messages:
             return
-        if not is_pinned and each.kind == "call" and _is_empty(function):
-            self.nodes.update({out.number: self._empty(out) for out in made})
-            return
-        if is_pinned or each.kind != "operator":
+        if is_pinned:
             self._call(each)
-            return
-        if function is ITEM:
+        elif each.kind == "call" and _is_empty(each.target):
+            self._make(each)
+        elif each.kind != "operator":
+            self._call(each)
+        elif each.target is ITEM:
             node = self.node(each.args[0])
             self._outputs(each, self._op(aten._to_copy.default, node, dtype=torch.float64))
-            return
-        if any(isinstance(leaf, Number) for leaf in tree_leaves((each.args, each.kwargs))):
-            if not self._with_numbers(each):
-                self._call(each)
-            return
+        elif not any(isinstance(leaf, Number) for leaf in leaves):
+            self._operator(each)
+        elif not self._with_numbers(each):
+            self._call(each)
+
+    def _operator(self, each: Instruction) -> None:
         args, kwargs = tree_map(self._argument, (each.args, each.kwargs), is_leaf=_is_hole)
-        if function is aten.view.default:  # Inductor may lay out the tensor in another way
-            function = aten.reshape.default
+        # Inductor may lay out a tensor in another way.
+        is_view = each.target is aten.view.default
+        function = aten.reshape.default if is_view else each.target
         self._outputs(each, self._op(function, *args, **kwargs))
 
     def _op(self, function: Any, *args: Any, **kwargs: Any) -> Node:
@@ -454,39 +455,46 @@ class _Writer:
             return self.fx.get_attr(name)
         return leaf
 
-    def _empty(self, value: Value) -> Node:
-        shape = [self._argument(each) for each in value.shape]
-        return self._op(aten.empty.memory_format, shape, dtype=value.dtype, device=value.device)
+    def _make(self, each: Instruction) -> None:
+        """Make empty tensors for the outputs of an instruction."""
+        for out in [out for out in each.made if out.memory is not None]:
+            shape, about = list(map(self._argument, out.shape)), {"device": out.device}
+            empty = self._op(aten.empty.memory_format, shape, dtype=out.dtype, **about)
+            self.nodes[out.number] = empty
 
     def _call(self, each: Instruction) -> None:
         """Write a call of the custom operator, which runs the instruction unchanged."""
-        memories = set(map(id, each.writes))
-        tensors = [x for x in each.inputs() if x.memory is not None and x not in self]
-        values = list({value.number: value for value in tensors}.values())
+        values = self._loose(each.inputs())
         numbers = [x for x in tree_leaves((each.args, each.kwargs)) if isinstance(x, Number)]
-        written = [value for value in values if id(value.memory) in memories]
-        read = [value for value in values if id(value.memory) not in memories]
+        read = [value for value in values if value.memory not in each.writes]
+        written = [value for value in values if value not in read]
         if isinstance(each.target, Expected):
             written += self._written_after(each)
-        for out in each.outputs:
-            if out is not None and out.memory is not None:
-                self.nodes[out.number] = self._empty(out)
-                written += [] if out in self else [out]
-        digest = None
-        if isinstance(each.target, GroupCall):
-            group = each.target.group
-            self._counts[group] = self._counts.get(group, -1) + 1
-            digest = self.compiled.digest_of(group, self._counts[group])
-            if each.target.is_point_to_point:
-                self._messages |= {out.number for out in each.outputs if out is not None}
-        call = _Call(each, written, read, numbers, self.compiled, digest)
-        given = [*[self.nodes[x.number] for x in read], *[self.number(x) for x in numbers]]
-        self._emit(call, [self.nodes[value.number] for value in written], given)
+        self._make(each)
+        written += self._loose(each.made)
+        call = _Call(each, written, read, numbers, self.compiled, self._digest_of(each))
+        given = [*map(self.node, read), *map(self.number, numbers)]
+        self._emit(call, list(map(self.node, written)), given)
         for memory in each.writes:
             self._copies.pop(id(memory), None)
         if torch.Tag.inplace_view in getattr(each.target, "tags", ()):
             args = map(self._argument, each.args[1:])
             self._op(each.target, self.nodes[each.args[0].number], *args)
+
+    def _loose(self, values: Iterable[Value]) -> list[Value]:
+        """The tensors among values that are not in pinned memory, each once."""
+        found = {x.number: x for x in values if x.memory is not None and x not in self}
+        return list(found.values())
+
+    def _digest_of(self, each: Instruction) -> Callable[[], int] | None:
+        """A function that gives the digest of a collective; None for another instruction."""
+        call = each.target
+        if not isinstance(call, GroupCall):
+            return None
+        number = self._counts[call.group] = self._counts.get(call.group, -1) + 1
+        if call.is_point_to_point:
+            self._messages |= {out.number for out in each.made}
+        return self.compiled.digest_of(call.group, number)
 
     def _emit(self, call: _Call, written: list[Node], read: list[Node]) -> None:
         number = self.compiled.add_call(call)

@@ -177,36 +177,6 @@ class Number(float):
             f"this after the call"
         )
 
-    def __add__(self, other: Any) -> Any:
-        return self._made(operator.add, self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._made(operator.add, other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._made(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._made(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._made(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._made(operator.mul, other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._made(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._made(operator.truediv, other, self)
-
-    def __pow__(self, other: Any, mod: None = None) -> Any:
-        return self._made(operator.pow, self, other)
-
-    def __rpow__(self, other: Any, mod: None = None) -> Any:
-        return self._made(operator.pow, other, self)
-
     def __neg__(self) -> Any:
         return self._made(operator.neg, self)
 
@@ -215,24 +185,6 @@ class Number(float):
 
     def __abs__(self) -> Any:
         return self._made(operator.abs, self)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared(operator.ne, other)
-
-    def __lt__(self, other: Any) -> bool:
-        return self._compared(operator.lt, other)
-
-    def __le__(self, other: Any) -> bool:
-        return self._compared(operator.le, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._compared(operator.gt, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._compared(operator.ge, other)
 
     def __bool__(self) -> bool:
         return self._compared(operator.ne, 0.0)
@@ -278,18 +230,6 @@ class Number(float):
 
     real = property(conjugate)
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._made(operator.floordiv, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._made(operator.floordiv, other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._made(operator.mod, self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._made(operator.mod, other, self)
-
     def __divmod__(self, other: Any) -> Any:
         self.refuse("given to divmod()")
 
@@ -311,6 +251,24 @@ class Number(float):
 
     def __reduce__(self) -> NoReturn:
         self.refuse("copied or pickled")
+
+
+def _arithmetic(function: Callable[..., Any], is_swapped: bool) -> Callable[..., Any]:
+    def method(self: Number, other: Any, mod: None = None) -> Any:
+        return self._made(function, *((other, self) if is_swapped else (self, other)))
+
+    return method
+
+
+def _comparison(function: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, other: self._compared(function, other)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Number, f"__{_name}__", _arithmetic(getattr(operator, _name), False))
+    setattr(Number, f"__r{_name}__", _arithmetic(getattr(operator, _name), True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
 def value_of(number: Any) -> Any:

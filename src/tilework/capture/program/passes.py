@@ -45,7 +45,7 @@ def _live(graph: Graph, needed: set[int]) -> list[Instruction]:
     memories |= {value.memory for value in graph.kept()}
     live: list[Instruction] = []
     for each in reversed(graph.instructions):
-        gives = any(out is not None and out.number in needed for out in each.outputs)
+        gives = any(out.number in needed for out in each.made)
         if gives or each.kind != "operator" or not memories.isdisjoint(each.writes):
             live.append(each)
             needed |= {value.number for value in each.inputs()}

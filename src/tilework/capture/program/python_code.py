@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tilework.capture.program.graph import Graph, Hole, Input, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
@@ -129,6 +129,18 @@ class _Writer:
         args += [f"{key}={self.expression(value)}" for key, value in each.kwargs.items()]
         return f"{name}({', '.join(args)})"
 
+    def instruction(self, each: Instruction, dead: Sequence[Value]) -> None:
+        """Add the line of an instruction, after which the values in ``dead`` are not needed."""
+        text, target = self.call(each), ""
+        if each.made:
+            target = ", ".join([f"t{out.number}" if out else "_" for out in each.outputs])
+            if each.form == "deep":
+                text = f"{self.bind(tree_leaves, 'leaves')}({text})"
+            target += ", = " if each.form != "leaf" and len(each.outputs) == 1 else " = "
+        if dead:
+            text += "; del " + ", ".join([f"t{value.number}" for value in dead])
+        self.lines.append(f"{target}{text}{_comment(each)}")
+
 
 def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) -> PythonCode:
     """Write a program as a Python function, and compile the function.
@@ -141,34 +153,21 @@ def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) ->
     """
     name = name if name.isidentifier() and not iskeyword(name) else "program"
     writer = _Writer(graph, [option.number for option in options], name)
-    groups: list[Any] = []
+    groups = groups_of(graph)
     offsets = digest_offsets(graph)
     for each, dead, offset in zip(graph.instructions, graph.last_uses(), offsets, strict=True):
         if isinstance(each.target, GroupCall):
-            group = each.target.group
-            if group not in groups:
-                groups.append(group)
-            writer.lines.append(f"provenance(d{groups.index(group)} + {offset})")
-        text = writer.call(each)
-        outputs = [f"t{out.number}" if out is not None else "_" for out in each.outputs]
-        target = ""
-        if any(out is not None for out in each.outputs):
-            target = ", ".join(outputs)
-            if each.form != "leaf":
-                target += "," * (len(outputs) == 1)
-            if each.form == "deep":
-                text = f"{writer.bind(tree_leaves, 'leaves')}({text})"
-            target += " = "
-        if dead:
-            text += "; del " + ", ".join(f"t{value.number}" for value in dead)
-        writer.lines.append(f"{target}{text}{_comment(each)}")
+            writer.lines.append(f"provenance(d{groups.index(each.target.group)} + {offset})")
+        writer.instruction(each, dead)
     kept = list({value.number: value for value in graph.kept()}.values())
-    numbers = _numbers_in(graph)
-    returned = [f"t{value.number}" for value in kept] + [writer.number(each) for each in numbers]
+    numbers = [
+        writer.number(leaf) for leaf in tree_leaves(graph.result) if isinstance(leaf, Number)
+    ]
+    returned = ", ".join([f"t{value.number}" for value in kept] + numbers)
     parameters = [f"t{each.value.number}" for each in graph.inputs]
     parameters += [f"k{i}" for i in range(holes)]
     parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
-    body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]
+    body = [*_header(graph, options, groups), *writer.lines, f"return [{returned}]"]
     text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
     # In the folder of the library: errors then name the line that called the program.
     file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
@@ -205,14 +204,8 @@ def groups_of(graph: Graph) -> list[Any]:
     return groups
 
 
-def _numbers_in(graph: Graph) -> list[Number]:
-    found: list[Number] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Number) else None, graph.result)
-    return found
-
-
 def _comment(each: Instruction) -> str:
-    shown = [out.text for out in each.outputs if out is not None and out.text]
+    shown = [out.text for out in each.made if out.text]
     if isinstance(each.target, GroupCall):
         shown.append(f"{each.target.text()}, {each.nbytes} bytes")
     parts = [*shown[:3], *(["…"] if len(shown) > 3 else []), _short(each.site)]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.expected import Expected, Unexpected
 from tilework.capture.program.glue import ProgramConditions, layouts_hold, write_enter, write_leave
-from tilework.capture.program.graph import Graph, Value
+from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import key_of_constant, memory_layout_of
@@ -61,7 +61,6 @@ class StepRecord:
         self._kept = list({value.number: value for value in graph.kept()}.values())
         self._index = {value.number: i for i, value in enumerate(self._kept)}
         self._options_at: list[Any] = [option.number.value for option in self.options]
-        self._types = [type(value) for value in self._options_at]
         #: The place of the float that last kept the record from running.
         self.varies: Any = None
         self._changed = ""
@@ -70,32 +69,31 @@ class StepRecord:
         #: The program by Inductor; None: not compiled.
         self._compiled: Callable[..., list[Any]] | None = None
         #: The positions of inputs to whose memory the program writes.
-        self.written = _written(graph, len(graph.instructions))
-        late = [i for i, x in enumerate(graph.instructions) if isinstance(x.function, Expected)]
-        #: Likewise, of those that are written before the last comparison of a value.
-        self._undone = _written(graph, max(late, default=0))
-        draws = [x for x in graph.instructions[: max(late, default=0)] if x.kind == "draw"]
-        #: The generators to which the program has given others by then, besides the rank's.
-        self._drawn = [
-            leaf
-            for leaf in tree_leaves([(x.args, x.kwargs) for x in draws])
-            if isinstance(leaf, torch.Generator)
-        ]
-        self._redraws = bool(draws)
+        self.written = _written(graph, graph.instructions)
+        self._set_undo()
         self._shared: SharedMemory | None = None
-        self._layouts = [
-            None if each.is_argument or each.may_change else memory_layout_of(each.tensor)
-            for each in graph.inputs
-        ]
-        self._enter = write_enter(graph, held)
-        #: A check of the inputs' layouts.
-        self._layouts_hold: Callable[..., bool] = lambda *_: False
-        self._leave = write_leave(graph, tree, self.index_of)
         if not graph.keeps_order:
             self._watch_memory([each.tensor for each in graph.inputs])
+        #: The layouts of inputs; None: those that move.
+        self._layouts = [None if x.moves else memory_layout_of(x.tensor) for x in graph.inputs]
+        #: A check of the inputs' layouts.
+        self._layouts_hold: Callable[..., bool] = lambda *_: False
+        self._enter = write_enter(graph, held)
+        self._leave = write_leave(graph, tree, self.index_of)
+
+    def _set_undo(self) -> None:
+        """Find what a call is undone from, if the last comparison of a value fails."""
+        made = self.graph.instructions
+        last = max([i for i, x in enumerate(made) if isinstance(x.function, Expected)], default=0)
+        #: The positions of inputs that are written before.
+        self._undone = _written(self.graph, made[:last])
+        draws = [(each.args, each.kwargs) for each in made[:last] if each.kind == "draw"]
+        self._redraws = bool(draws)
+        #: The generators to which the program has given others by then, besides the rank's.
+        self._drawn = [x for x in tree_leaves(draws) if isinstance(x, torch.Generator)]
 
     def _watch_memory(self, inputs: Sequence[Tensor]) -> SharedMemory:
-        moving = [i for i, x in enumerate(self.graph.inputs) if x.is_argument or x.may_change]
+        moving = [i for i, each in enumerate(self.graph.inputs) if each.moves]
         self._shared = SharedMemory(inputs, moving)
         return self._shared
 
@@ -142,7 +140,7 @@ class StepRecord:
         if not self.options:
             return True
         values = [option.get(leaves) for option in self.options]
-        if [type(each) for each in values] != self._types:
+        if list(map(type, values)) != list(map(type, self._options_at)):
             self._changed = "a number that the step reads has another type"
             return False
         if values == self._options_at:
@@ -182,7 +180,7 @@ class StepRecord:
     def release(self) -> None:
         """Drop the references to inputs of the recorded call that later calls may replace."""
         for each in self.graph.inputs:
-            if each.is_argument or each.may_change:
+            if each.moves:
                 each.tensor = None
         self.graph.instructions = self.code.graph.instructions
 
@@ -316,10 +314,10 @@ class StepRecord:
         return len(self._kept) + next(i for i, each in enumerate(numbers) if each is leaf)
 
 
-def _written(graph: Graph, end: int) -> list[int]:
-    """The positions of inputs to whose memory instructions before ``end`` write."""
-    written = {id(memory) for each in graph.instructions[:end] for memory in each.writes}
-    return [i for i, each in enumerate(graph.inputs) if id(each.value.memory) in written]
+def _written(graph: Graph, instructions: Sequence[Instruction]) -> list[int]:
+    """The positions of inputs to whose memory the instructions write."""
+    written = {memory for each in instructions for memory in each.writes}
+    return [i for i, each in enumerate(graph.inputs) if each.value.memory in written]
 
 
 def storage_bytes_of(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Touched:
             return
         for value in each.inputs():
             self.reads |= {value.number, value.memory or value.number}
-        self.writes |= {*each.writes, *[out.number for out in each.outputs if out is not None]}
+        self.writes |= {*each.writes, *[out.number for out in each.made]}
         if not is_free and each.function is not wait_for:
             self.writes |= set(_IN_ORDER.get(each.kind, ()))
 

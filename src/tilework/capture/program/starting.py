@@ -144,7 +144,7 @@ class _WaitingLate:
 
 def _work_bytes(each: Instruction) -> int:
     """The bytes of the largest memory that an operator touches; 0 for a view."""
-    made = {out.memory for out in each.outputs if out is not None}
+    made = {out.memory for out in each.made}
     given = {value.memory for value in each.inputs()}
     if each.kind != "operator" or not (each.writes or made - given):
         return 0

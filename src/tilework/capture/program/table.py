@@ -43,9 +43,8 @@ def peak_bytes(graph: Graph) -> int:
             live -= memory.nbytes
 
     for each, dead in zip(graph.instructions, graph.last_uses(), strict=True):
-        for out in each.outputs:
-            if out is not None:
-                change(out.memory, 1)
+        for out in each.made:
+            change(out.memory, 1)
         peak = max(peak, live)
         for value in dead:
             change(value.memory, -1)
