@@ -14,24 +14,23 @@ from tests.capture.program.collective_programs import difference, programs
 from tests.capture.twins import run_twins
 from tests.hypothesis_settings import examples
 from tilework.capture import capture
-from tilework.capture.program import starting
-from tilework.capture.program.passes import drop_dead, only_passes
+from tilework.capture.program import merging, starting
 from tilework.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def small_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "LEAST_BYTES", 1)
+    monkeypatch.setattr(merging, "SMALL_BYTES", 0)
 
 
 def order_of(step: Any, *args: Tensor) -> list[str]:
-    """The names of a program's instructions on rank 0 of two, without the reordering of others."""
+    """The names of a program's instructions on rank 0 of two."""
 
     def program(rank: int) -> list[str]:
-        with only_passes(drop_dead, starting.start_early):
-            fast = capture(step)
-            for _ in range(4):
-                fast(*[each.clone() for each in args])
+        fast = capture(step)
+        for _ in range(4):
+            fast(*[each.clone() for each in args])
         (record,) = fast.records
         return [each.name.split(" ")[0] for each in record.graph.instructions]
 
@@ -106,7 +105,7 @@ def test_few_bytes_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(y)
         return z.sin(), x + y
 
-    monkeypatch.setattr(starting, "MOST_BYTES", 63)
+    monkeypatch.setattr(starting, "MOST_BYTES", 31)
     assert order_of(step, *torch.ones(3, 8))[:2] == ["allreduce", "allreduce"]
 
 
@@ -143,8 +142,11 @@ def test_ranks_that_move_other_instructions() -> None:
     run_ranks(3, program)
 
 
-@examples(60)
-@given(programs)
-def test_random_programs_give_the_same_bits(chosen: list[int]) -> None:
-    wrong = difference(chosen)
+@pytest.mark.parametrize("most_merged", [0, 40])
+@examples(30)
+@given(chosen=programs)
+def test_random_programs_give_the_same_bits(most_merged: int, chosen: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "SMALL_BYTES", most_merged)
+        wrong = difference(chosen)
     assert wrong is None, wrong

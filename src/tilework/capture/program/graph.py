@@ -211,14 +211,6 @@ class Graph:
         values += [out for each in self.instructions for out in each.made]
         return count(max([each.number for each in values], default=0) + 1)
 
-    def unmade(self) -> set[int]:
-        """The numbers of values that are used and were not made before."""
-        made, unmade = {each.value.number for each in self.inputs}, set[int]()
-        for each in self.instructions:
-            unmade |= {value.number for value in each.inputs()} - made
-            made |= {out.number for out in each.made}
-        return unmade | {value.number for value in self.kept()} - made
-
     def last_uses(self) -> list[list[Value]]:
         """For each instruction, the values that nothing needs after it."""
         kept = {value.number for value in self.kept()}

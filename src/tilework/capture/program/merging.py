@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,47 +35,38 @@ def merge_collectives(graph: Graph) -> Graph:
     joins: dict[Any, list[bool]] = {}
     for run in _runs(before, lambda _: True):
         for i, each in enumerate(run):
-            if _may_merge(each):
+            if _key_of(each) is not None:
                 joins.setdefault(each.target.group, []).append(i > 0)
-    agreed = {group: _agreed(mine, group) for group, mine in joins.items() if len(mine) > 1}
-    if not any(map(any, agreed.values())):
+    # Ranks have unlike local operators: a collective joins another where it may on all ranks.
+    agreed = {
+        group: map(all, zip(*agree(partial(list, mine), group), strict=False))
+        for group, mine in joins.items()
+        if len(mine) > 1
+    }
+    runs = _runs(before, lambda each: next(agreed.get(each.target.group, iter(())), False))
+    if all(len(run) == 1 for run in runs):
         return graph
-    flags = {group: iter(mine) for group, mine in agreed.items()}
     numbers = graph.new_values()
-    made: list[Instruction] = []
-    for run in _runs(before, lambda each: next(flags.get(each.target.group, iter(())), False)):
-        made += _merged(run, numbers) if len(run) > 1 else run
+    made = [x for run in runs for x in (_merged(run, numbers) if len(run) > 1 else run)]
     return replace(graph, instructions=made + graph.instructions[border:])
 
 
-def _agreed(mine: list[bool], group: Any) -> list[bool]:
-    """For each collective of a group, True if it may join the collective before on all ranks."""
-    every = agree(lambda: mine, group)
-    return [all(flags) for flags in zip(*every, strict=False)]
-
-
-def _may_merge(each: Instruction) -> bool:
+def _key_of(each: Instruction) -> Any:
+    """A key that all_reduces have in common which may be merged; None: not to be merged."""
     call = each.function
     if not isinstance(call, GroupCall) or call.method != "allreduce" or call.is_async:
-        return False
+        return None
     value = each.args[0][0]
     end = backend_for(call.group, value.device.type)
-    return (
-        end.fast_path is NO_FAST_PATH
-        and Capability.SAME_BITS not in end.lacks
-        and not value.dtype.is_complex
-        and each.nbytes < SMALL_BYTES
-    )
-
-
-def _key(each: Instruction) -> Any:
-    value = each.args[0][0]
-    return each.target.group, each.target.opts, value.dtype, value.device
+    is_exact = Capability.SAME_BITS not in end.lacks and not value.dtype.is_complex
+    if end.fast_path is not NO_FAST_PATH or not is_exact or each.nbytes > SMALL_BYTES:
+        return None
+    return call.group, call.opts, value.dtype, value.device
 
 
 def _runs(
     instructions: list[Instruction], allowed: Callable[[Instruction], bool]
-) -> Iterator[list[Instruction]]:
+) -> list[list[Instruction]]:
     """The instructions in an order in which collectives stand together that may be merged.
 
     Each item is an instruction, or the collectives that may be merged.
@@ -83,55 +75,50 @@ def _runs(
         instructions: The instructions of a program.
         allowed: Called with each collective in order: may it join the collective before?
     """
+    found: list[list[Instruction]] = []
     held, run = HeldBack(), list[Instruction]()
 
-    def released() -> Iterator[list[Instruction]]:
-        if run:
-            yield list(run)
-        yield from [[each] for each in held.release() if each not in run]
+    def release() -> None:
+        found.extend([list(run)] if run else [])
+        found.extend([each] for each in held.release() if each not in run)
         run.clear()
 
     for each in instructions:
-        merges = _may_merge(each)
-        touched = Touched(each, is_free=merges)
-        if merges:
+        key = _key_of(each)
+        touched = Touched(each, is_free=key is not None)
+        if key is not None:
             total = sum([x.nbytes for x in run], each.nbytes)
-            fits = bool(run) and _key(run[0]) == _key(each) and total <= SMALL_BYTES
+            fits = bool(run) and key == _key_of(run[0]) and total <= SMALL_BYTES
             if not (allowed(each) and fits and not held.meet(touched)):
-                yield from released()
+                release()
             run.append(each)
-            held.hold(each, touched)
         elif is_barrier(each) or each.kind not in ("operator", "draw"):
-            yield from released()
-            yield [each]
-        elif held.meet(touched):
+            release()
+        if key is not None or held.meet(touched):
             held.hold(each, touched)
         else:
-            yield [each]
-    yield from released()
+            found.append([each])
+    release()
+    return found
 
 
 def _merged(run: list[Instruction], numbers: Iterator[int]) -> list[Instruction]:
     """Instructions that do what several all_reduces do, with a single all_reduce."""
     values = [each.args[0][0] for each in run]
-    nbytes = sum(each.nbytes for each in run)
-    memory = ProgramMemory(nbytes)
+    first, memory = values[0], ProgramMemory(sum(each.nbytes for each in run))
     # Without shapes, which would be constants: batches of several sizes share a program.
-    dtype, device, site = values[0].dtype, values[0].device, run[0].site
-    flat, *parts = [
-        Value(next(numbers), memory, str(dtype).removeprefix("torch."), (), dtype, device)
-        for _ in range(len(values) + 1)
-    ]
+    about = str(first.dtype).removeprefix("torch."), (), first.dtype, first.device
+    flat, *parts = [Value(next(numbers), memory, *about) for _ in range(len(values) + 1)]
+    join, part, copy = (
+        aten.flatten_dense_tensors.default,
+        aten.unflatten_dense_tensors.default,
+        aten._foreach_copy_.default,
+    )
     written = tuple(value.memory for value in values)
-    return [
-        Instruction(aten.flatten_dense_tensors.default, (values,), outputs=[flat], site=site),
-        replace(run[0], args=([flat],), writes=(memory,), nbytes=nbytes, number=0),
-        Instruction(
-            aten.unflatten_dense_tensors.default,
-            (flat, values),
-            outputs=list(parts),
-            form="flat",
-            site=site,
-        ),
-        Instruction(aten._foreach_copy_.default, (values, parts), writes=written, site=site),
+    made = [
+        Instruction(join, (values,), outputs=[flat]),
+        replace(run[0], args=([flat],), writes=(memory,), nbytes=memory.nbytes, number=0),
+        Instruction(part, (flat, values), outputs=list(parts), form="flat"),
+        Instruction(copy, (values, parts), writes=written),
     ]
+    return [replace(each, site=run[0].site) for each in made]

@@ -217,14 +217,9 @@ class StepRecord:
 
     def attempt(self, inputs: Sequence[Tensor]) -> Any:
         """Run the program as :meth:`run` does, and return the values that outlive the call."""
-        if not (self._undone or self._redraws):
-            try:
-                return self.compute(inputs, self._options_at)
-            except Unexpected as error:
-                self._changed = str(error)
-                return NOT_CURRENT
         copies = bytes_by_storage([inputs[i] for i in self._undone])
-        states = [(x, x.get_state()) for x in (*generators_of_rank(), *self._drawn)]
+        drawn = [*generators_of_rank(), *self._drawn] if self._redraws else []
+        states = [(generator, generator.get_state()) for generator in drawn]
         try:
             return self.compute(inputs, self._options_at)
         except Unexpected as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.group_call import GroupCall, wait_for
@@ -12,7 +13,7 @@ from tilework.capture.program.table import peak_bytes
 
 #: A collective of fewer bytes, or beside work on fewer bytes, is not started early.
 LEAST_BYTES = 1 << 18
-#: So many bytes may be in flight, and the program may need so many more.
+#: No collective starts while more bytes are in flight; a program may need so many more.
 MOST_BYTES = 1 << 26
 
 
@@ -25,9 +26,8 @@ def start_early(graph: Graph) -> Graph:
     that have as little work beside them, and programs that would need 64 MiB more.
     """
     border = up_to_backward(graph)
-    early = _starting_early(graph.instructions[:border])
     late = _WaitingLate(graph.new_values())
-    for each in early:
+    for each in _starting_early(graph.instructions[:border]):
         late.add(each)
     late.end()
     made = replace(graph, instructions=[*late.order, *graph.instructions[border:]])
@@ -47,32 +47,22 @@ def _starting_early(instructions: Iterable[Instruction]) -> Iterator[Instruction
         touched = Touched(each)
         if each.kind in ("operator", "draw"):
             between.hold(each, touched)
-            continue
-        if _may_start(each):
-            yield from between.release(touched)
+        else:
+            yield from between.release(touched if _may_start(each) else None)
             yield each
             yield from between.release()
-        else:
-            yield from (*between.release(), each)
     yield from between.release()
 
 
-@dataclass
-class _Flight:
-    """A collective that was started.
-
-    Attributes:
-        blocking: The collective as it was.
-        wait: The instruction that waits for it.
-        touched: What the collective reads and writes.
-        position: The position of the start.
-        before: The bytes that operators before it touched.
-    """
+class _Flight(NamedTuple):
+    """A collective that was started, the wait for it, and what both touch."""
 
     blocking: Instruction
     wait: Instruction
     touched: Touched
+    #: The position of the start.
     position: int
+    #: The bytes that operators before it touched.
     before: int
 
 
@@ -93,12 +83,12 @@ class _WaitingLate:
     def add(self, each: Instruction) -> None:
         touched = Touched(each)
         if each.kind in ("operator", "draw"):
-            if self._held.meet(touched) or any(x.touched.meet(touched) for x in self._flying):
+            if self._held.meet(touched) or self._met_by(touched):
                 self._held.hold(each, touched)
             else:
                 self._emit(each)
             return
-        if is_barrier(each) or self._bytes_with(each) > MOST_BYTES:
+        if is_barrier(each) or sum(x.blocking.nbytes for x in self._flying) > MOST_BYTES:
             self.end()
         for other in self._held.release(touched):
             self._emit(other)
@@ -113,8 +103,9 @@ class _WaitingLate:
             self._emit(each)
         self._land(self._flying)
 
-    def _bytes_with(self, each: Instruction) -> int:
-        return sum([x.blocking.nbytes for x in self._flying], each.nbytes)
+    def _met_by(self, touched: Touched) -> list[_Flight]:
+        """The collectives that must end before an instruction that touches this."""
+        return [each for each in self._flying if each.touched.meet(touched)]
 
     def _start(self, each: Instruction) -> None:
         call: GroupCall = each.function
@@ -128,8 +119,7 @@ class _WaitingLate:
         self._flying.append(_Flight(each, wait, Touched(wait), place, self._done))
 
     def _emit(self, each: Instruction) -> None:
-        touched = Touched(each)
-        self._land([x for x in self._flying if x.touched.meet(touched)])
+        self._land(self._met_by(Touched(each)))
         self.order.append(each)
         self._done += _work_bytes(each)
 
