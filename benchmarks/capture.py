@@ -2,6 +2,7 @@
 
     python benchmarks/capture.py                  # 1 and 2 ranks: about four minutes
     python benchmarks/capture.py --ranks 2 --skip-compile
+    python benchmarks/capture.py --overlap        # two large all_reduces beside arithmetic
     python benchmarks/capture.py --json out.json
 
 The same processes run all contestants by turns; a step's time is the best of its turns, each of
@@ -34,10 +35,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tilework.capture import capture
+from tilework.capture.program.passes import PASSES
 from tilework.dtensor import (
     DeviceMesh,
     Shard,
-    capture,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
@@ -217,6 +219,41 @@ def small_costs() -> dict[str, float]:
     return by_turns(calls)
 
 
+def overlapping(rank: int) -> dict[str, float]:
+    """Two all_reduces of 4 MiB beside arithmetic that takes as long, captured with passes."""
+    torch.set_num_threads(1)
+    x, y, z = [torch.zeros(1 << 20) for _ in range(3)]
+
+    def reduce() -> None:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+
+    def compute(count: int) -> Tensor:
+        made = z
+        for _ in range(count):
+            made = made.sin()
+        return made
+
+    times = by_turns({"reduce": reduce, "compute": lambda: compute(1)})
+    count = torch.tensor(max(1.0, times["reduce"] / times["compute"])).round()
+    dist.broadcast(count, 0)
+
+    def step() -> Tensor:
+        reduce()
+        return compute(int(count))
+
+    calls: dict[str, Step] = {
+        "the all_reduces": reduce,
+        "the arithmetic": lambda: compute(int(count)),
+    }
+    for name, chosen in {"with start_early": PASSES, "without": [*PASSES[:-1]]}.items():
+        before, PASSES[:] = list(PASSES), chosen
+        calls[name] = capture(step)
+        calls[name](), calls[name]()
+        PASSES[:] = before
+    return by_turns(calls)
+
+
 def work(rank: int, ranks: int, compiles: bool) -> tuple[Times, Times, dict[str, float]]:
     """A rank's part."""
     warnings.simplefilter("ignore")
@@ -299,10 +336,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--skip-compile", action="store_true", help="leave Inductor out")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
+    parser.add_argument("--overlap", action="store_true", help="measure start_early alone")
     add_plot_option(parser)
     options = parser.parse_args()
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}")
+    if options.overlap:
+        took = slowest(run_ranks(2, overlapping, kind="processes", timeout=LIMIT))
+        show(console, f"2 ranks, {os.cpu_count()} cores: µs", {"4 MiB, twice": took}, 0)
+        return
     written: dict[str, Any] = {}
     charts = []
     for ranks in options.ranks:

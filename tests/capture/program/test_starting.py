@@ -21,6 +21,7 @@ from tilework.testing import run_ranks
 @pytest.fixture(autouse=True)
 def small_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "LEAST_BYTES", 1)
+    monkeypatch.setattr(starting, "has_spare_core", lambda ranks: True)
     monkeypatch.setattr(merging, "SMALL_BYTES", 0)
 
 
@@ -96,6 +97,15 @@ def test_small_collectives_block(monkeypatch: pytest.MonkeyPatch) -> None:
         return y.sin(), x * 2
 
     monkeypatch.setattr(starting, "LEAST_BYTES", 17)
+    assert "wait" not in order_of(step, torch.ones(4), torch.ones(9))
+
+
+def test_ranks_without_a_second_core_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: Tensor, y: Tensor) -> Any:
+        dist.all_reduce(x)
+        return y.sin(), x * 2
+
+    monkeypatch.setattr(starting, "has_spare_core", lambda ranks: ranks < 2)
     assert "wait" not in order_of(step, torch.ones(4), torch.ones(9))
 
 

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.group_call import GroupCall, wait_for
 from tilework.capture.program.reordering import HeldBack, Touched, is_barrier, up_to_backward
 from tilework.capture.program.table import peak_bytes
+from tilework.cores import has_spare_core
 
 #: A collective of fewer bytes, or beside work on fewer bytes, is not started early.
 LEAST_BYTES = 1 << 18
@@ -23,7 +26,8 @@ def start_early(graph: Graph) -> Graph:
     A collective starts right after the instructions that it needs, and ends right before the first
     instruction that needs it; this instruction moves behind those that do not. Collectives keep
     their order, also those of several groups. Left as they are: collectives below 256 KiB, those
-    that have as little work beside them, and programs that would need 64 MiB more.
+    that have as little work beside them, on CPUs those of ranks without a second core each, and
+    programs that would need 64 MiB more.
     """
     border = up_to_backward(graph)
     late = _WaitingLate(graph.new_values())
@@ -37,7 +41,10 @@ def start_early(graph: Graph) -> Graph:
 
 def _may_start(each: Instruction) -> bool:
     call = each.function
-    return isinstance(call, GroupCall) and not call.is_async and each.nbytes >= LEAST_BYTES
+    if not isinstance(call, GroupCall) or call.is_async or each.nbytes < LEAST_BYTES:
+        return False
+    on_cpu = all(value.device == torch.device("cpu") for value in each.inputs())
+    return not on_cpu or has_spare_core(call.group.size())
 
 
 def _starting_early(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
