@@ -138,6 +138,23 @@ def test_arguments_that_share_memory_are_recorded_again() -> None:
     assert run_ranks(2, program) == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:step is recorded again")
+def test_a_rank_that_moves_nothing_is_recorded_again_with_the_others() -> None:
+    def program(rank: int) -> int:
+        def step(x: Tensor, y: Tensor) -> Any:
+            dist.all_reduce(x)
+            return y.sin() if rank else y.view(2, 2), x + 1
+
+        fast = capture(step)
+        for _ in range(3):
+            fast(torch.ones(4), torch.ones(4))
+        memory = torch.ones(6)
+        fast(memory[:4], memory[2:])
+        return len(fast.records)
+
+    assert run_ranks(2, program) == [2, 2]
+
+
 def test_ranks_that_move_other_instructions() -> None:
     def program(rank: int) -> None:
         def step(a: Tensor, b: Tensor) -> Any:
