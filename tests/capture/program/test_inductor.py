@@ -18,7 +18,7 @@ from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
 from tilework.capture import capture
 from tilework.capture.modules import compiled_function
-from tilework.capture.program import inductor
+from tilework.capture.program import inductor, starting
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
@@ -300,3 +300,23 @@ def test_a_second_process_takes_the_program_from_torchs_cache() -> None:
             program(torch.ones(2, 3))
         found.append(hits())
     assert found[1] == found[0] + 1
+
+
+def test_collectives_that_passes_merge_and_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "LEAST_BYTES", 1)
+    monkeypatch.setattr(starting, "has_spare_core", lambda ranks: True)
+
+    def program(rank: int) -> str:
+        def step(x: Tensor, y: Tensor) -> Any:
+            totals = [x * 1, y * 1]
+            for each in totals:
+                dist.all_reduce(each)
+                each.mul_(0.5)
+            return *totals, y.sin()
+
+        batches = [(torch.randn(3), torch.randn(2, 3)) for _ in range(4)]
+        return str(run_twins(lambda: (step, dict), batches, same=nearly, backend="inductor"))
+
+    text = run_ranks(2, program, timeout=LIMIT)[0]
+    assert text.count("allreduce([") == 1
+    assert "wait(" in text

@@ -93,7 +93,7 @@ class Instruction:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outputs: list[Value | None] = field(default_factory=list)
+    outputs: list[Value | None] = field(default_factory=lambda: [None])
     form: str = "leaf"
     writes: tuple[ProgramMemory, ...] = ()
     kind: str = "operator"
