@@ -33,16 +33,18 @@ def merge_collectives(graph: Graph) -> Graph:
     border = up_to_backward(graph)
     before = graph.instructions[:border]
     joins: dict[Any, list[bool]] = {}
-    for run in _runs(before, lambda _: True):
-        for i, each in enumerate(run):
-            if _key_of(each) is not None:
-                joins.setdefault(each.target.group, []).append(i > 0)
+    runs = _runs(before, lambda _: True) if any(map(_key_of, before)) else []
+    for i, each in [item for run in runs for item in enumerate(run)]:
+        if _key_of(each) is not None:
+            joins.setdefault(each.target.group, []).append(i > 0)
     # Ranks have unlike local operators: a collective joins another where it may on all ranks.
     agreed = {
         group: map(all, zip(*agree(partial(list, mine), group), strict=False))
         for group, mine in joins.items()
         if len(mine) > 1
     }
+    if not agreed:
+        return graph
     runs = _runs(before, lambda each: next(agreed.get(each.target.group, iter(())), False))
     if all(len(run) == 1 for run in runs):
         return graph
@@ -62,6 +64,12 @@ def _key_of(each: Instruction) -> Any:
     if end.fast_path is not NO_FAST_PATH or not is_exact or each.nbytes > SMALL_BYTES:
         return None
     return call.group, call.opts, value.dtype, value.device
+
+
+def _fit(run: list[Instruction]) -> bool:
+    """True if the last all_reduce has the key of the first, and all are small together."""
+    is_small = sum(each.nbytes for each in run) <= SMALL_BYTES
+    return is_small and bool(_key_of(run[-1]) == _key_of(run[0]))
 
 
 def _runs(
@@ -87,9 +95,8 @@ def _runs(
         key = _key_of(each)
         touched = Touched(each, is_free=key is not None)
         if key is not None:
-            total = sum([x.nbytes for x in run], each.nbytes)
-            fits = bool(run) and key == _key_of(run[0]) and total <= SMALL_BYTES
-            if not (allowed(each) and fits and not held.meet(touched)):
+            joins = allowed(each) and _fit([*run, each])
+            if not joins or held.meet(touched):
                 release()
             run.append(each)
         elif is_barrier(each) or each.kind not in ("operator", "draw"):

@@ -29,6 +29,8 @@ def start_early(graph: Graph) -> Graph:
     that have as little work beside them, on CPUs those of ranks without a second core each, and
     programs that would need 64 MiB more.
     """
+    if not any(map(_may_start, graph.instructions)):
+        return graph
     border = up_to_backward(graph)
     late = _WaitingLate(graph.new_values())
     for each in _starting_early(graph.instructions[:border]):
