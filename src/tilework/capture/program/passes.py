@@ -59,11 +59,11 @@ def run_passes(graph: Graph) -> Graph:
     Raises:
         CaptureError: A pass returned something else than a graph.
     """
-    numbered = [replace(each, number=i) for i, each in enumerate(graph.instructions, 1)]
-    graph = replace(graph, instructions=numbered)
+    for number, each in enumerate(graph.instructions, 1):
+        each.number = number
     for function in PASSES:
         graph = function(graph)
         if not isinstance(graph, Graph):
             kind = type(graph).__name__
             raise CaptureError(f"the pass {function.__name__} returned {kind}, not a Graph")
-    return graph
+    return replace(graph)  # which looks again at the order
