@@ -26,7 +26,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     ),
     "capture/program/record.py": ("capture/test_program.py",),
     "capture/program/same_program.py": ("capture/test_program.py",),
-    "capture/program/vote.py": ("capture/test_modules.py", "capture/test_program.py"),
     "capture/recording/effects.py": ("capture/recording/test_places.py", "capture/test_program.py"),
     "capture/recording/inputs.py": ("capture/recording/test_places.py", "capture/test_program.py"),
     "capture/recording/recorded_call.py": ("capture/test_program.py",),

@@ -174,23 +174,6 @@ class WithPenalty(nn.Module):
         return result
 
 
-def test_ranks_with_batches_of_other_sizes_record_together() -> None:
-    def program(rank: int) -> None:
-        torch.manual_seed(0)
-        plain, sharded = (fully_shard(nn.Linear(4, 3)) for _ in range(2))
-        sharded.load_state_dict(plain.state_dict())
-        compiled: Any = torch.compile(sharded, backend="eager")
-        for size in [4, 4, 5, 4, 6, 4, 5] if rank else [4, 4, 4, 7, 4, 5, 5]:
-            x = torch.randn(size, 4)
-            assert same_bits(compiled(x), plain(x))
-            for model in (compiled, plain):
-                model.zero_grad()
-                model(x).sum().backward()
-            assert same_bits(sharded.weight.grad, plain.weight.grad)
-
-    run_ranks(2, program)
-
-
 def test_a_module_that_keeps_a_tensor_with_a_graph_runs_as_it_is() -> None:
     def run(rank: int) -> None:
         model = distribute_module(WithPenalty(), init_device_mesh("cpu", (1,)))

@@ -720,27 +720,6 @@ def test_a_rank_that_runs_the_program_beside_one_that_does_not_raises_on_both() 
     run_ranks(2, program)
 
 
-def test_a_step_is_recorded_again_by_the_ranks_that_are_left() -> None:
-    def program(rank: int) -> float:
-        total = torch.zeros(1)
-
-        @capture
-        def step() -> None:
-            x = torch.ones(1)
-            dist.all_reduce(x)
-            total.add_(x)
-
-        for _ in range(4):
-            step()
-        if rank < 2:
-            dist.shrink_group([2])
-            for _ in range(4):
-                step()
-        return total.item()
-
-    assert run_ranks(3, program) == [20.0, 20.0, 12.0]
-
-
 def test_ranks_that_come_to_other_collectives_raise() -> None:
     def program(rank: int) -> None:
         x = torch.ones(2)

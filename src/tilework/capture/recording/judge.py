@@ -257,7 +257,7 @@ class _Comparison:
         run = self.record.compute_as_python
         kept, _ = self._run(lambda: run(inputs, self.record.options_now))
         values = [_as_tensor(value) for value in self._values(kept, inputs)]
-        return [value.detach() if isinstance(value, Tensor) else None for value in values]
+        return [value if isinstance(value, Tensor) else None for value in values]
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -305,7 +305,7 @@ def _dtype_in_double(leaf: Any) -> Any:
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, int | float):
         return torch.tensor(value_of(leaf), dtype=torch.float64)
-    return plain(leaf)
+    return plain(leaf).detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _text_of(each: Input) -> str:

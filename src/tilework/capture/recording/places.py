@@ -479,7 +479,7 @@ def _parts_of_cell(cell: types.CellType, text: str) -> _Parts:
 
 
 def _parts_of_namespace(found: Any, text: str) -> _Parts:
-    """The attributes of a Python module or class, and of its bases."""
+    """The attributes of a Python module or class, and of the bases."""
     spaces = found.__mro__ if isinstance(found, type) else (found,)
     for name in {name: None for each in spaces if _is_searched(each) for name in vars(each)}:
         value = getattr(found, name, None)
