@@ -27,9 +27,7 @@ class Fault(RuntimeError):
     """
 
 # Operation kinds, dtypes and reduce operations are small ints, in dicts by torch's names.
-KINDS: dict[
-    str, int
-]  # barrier broadcast all_reduce reduce all_gather gather scatter reduce_scatter all_to_all
+KINDS: dict[str, int]  # as in tilework.comm.forms.Kind
 DTYPES: dict[
     str, int
 ]  # float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128 bytes

@@ -8,7 +8,7 @@ written in Python for that library fits here unchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
@@ -19,8 +19,8 @@ from torch import Tensor
 from tilework.comm.capabilities import Capability
 from tilework.comm.elastic.registers import Registers
 from tilework.comm.flight.ring import Entry
+from tilework.comm.forms import FORMS, Operation
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
-from tilework.comm.torch_methods import TorchMethods
 from tilework.errors import DistBackendError
 from tilework.layout.torch_callers import refuse_torch_caller
 
@@ -164,6 +164,12 @@ class Options:
     #: True to return before the operation is done.
     asyncOp: bool = False
 
+    @classmethod
+    def of(cls, operation: Operation) -> Options:
+        """The options that a record of a call stands for."""
+        op = ReduceOp.SUM if operation.reduce_op is None else operation.reduce_op
+        return cls(op, operation.root, operation.limit, operation.is_async)
+
 
 def seconds_of(timeout: timedelta) -> float:
     """A timeout in seconds.
@@ -211,7 +217,7 @@ class FastPath:
         """Run a collective, and block until it is done. Returns False if the call is refused.
 
         Args:
-            operation: The name of a function of ``comm.operations.collectives``.
+            operation: The name of a collective in :data:`~tilework.comm.forms.FORMS`.
             inputs: The tensor that is read on this rank, or a tensor for each rank; None: nothing.
             outputs: The tensor that is written on this rank, or a tensor for each rank; None:
                 nothing. A broadcast passes the tensor here on every rank, also on the root.
@@ -256,12 +262,60 @@ class FastPath:
 #: Refuses every operation.
 NO_FAST_PATH = FastPath()
 
+_DEFAULTS = Options()
+
 
 _OURS = (
     "a process group of tilework's: torch.distributed's functions take those of "
     "torch.distributed.new_group, which tilework's take, too, after "
     'torch.distributed.init_process_group("tilework")'
 )
+
+
+def _method(name: str, does: str) -> Callable[..., Work]:
+    """A group's method for a collective, with the arguments of torch's backends: the outputs, the
+    inputs, and options.
+    """
+    form = FORMS[name]
+    count = len(form.sides) + 2 * form.has_rows
+
+    def method(self: ProcessGroup, *args: Any, opts: Options | None = None) -> Work:
+        if len(args) > count:
+            *args, opts = args  # type: ignore[assignment]
+        if opts is None:
+            opts = _DEFAULTS
+        self.check_options(opts)
+        works = []
+        for operation in form.operations(args):
+            operation.reduce_op = opts.reduceOp if form.reduces else None
+            operation.root, operation.limit = opts.rootRank, opts.timeout
+            operation.is_async = opts.asyncOp
+            works.append(self.start(operation))
+        return self.as_one(works)
+
+    method.__name__, method.__doc__ = form.method, does
+    return method
+
+
+def coalesced(name: str, is_nested: bool = False) -> Callable[..., Any]:
+    """A method that calls method ``name`` for several tensors, as one work.
+
+    The arguments are lists of the arguments of ``name``, and options. With ``is_nested``, ``name``
+    takes lists itself; outputs that are lists come for each rank here.
+    """
+
+    def method(self: Any, *args: Any, opts: Any = None) -> Any:
+        lists = [each for each in args if isinstance(each, (list, tuple))]
+        if len(lists) < len(args):
+            opts = args[-1]
+        if is_nested and len(lists) > 1:
+            lists[0] = [list(column) for column in zip(*lists[0], strict=True)]
+        calls = zip(*lists, strict=True)
+        wrapped = ([[each] if is_nested else each for each in call] for call in calls)
+        return self.as_one([getattr(self, name)(*call, opts=opts) for call in wrapped])
+
+    method.__name__ = f"{name}_coalesced"
+    return method
 
 
 class Successors(Protocol):
@@ -298,7 +352,7 @@ class _Slots:
         return self
 
 
-class ProcessGroup(_Slots, TorchMethods):
+class ProcessGroup(_Slots):
     """Ranks that run collective operations together, through one backend.
 
     Operations are collective over the group unless said otherwise: every rank of the group must
@@ -397,104 +451,81 @@ class ProcessGroup(_Slots, TorchMethods):
         """
         return True
 
-    # -- operations: a backend overrides those that it supports --------------------------
+    # -- collectives -----------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        """Combine the one tensor in ``tensors`` over all ranks, in place on every rank."""
-        self._lacks("all_reduce")
+    def start(self, operation: Operation) -> Work:
+        """Start a collective. Every call of a collective, by whatever name, ends here.
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        """:meth:`allreduce` for several tensors of one dtype."""
-        self._lacks("all_reduce_coalesced")
+        A backend overrides either this method or those below, which take the same call in the way
+        of torch's backends.
+        """
+        form = operation.form
+        own = getattr(type(self), form.method)
+        if own is getattr(ProcessGroup, form.method):
+            self._lacks(form.name)
+        work: Work = own(self, *form.arguments(operation), Options.of(operation))
+        return work
 
-    def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        """Combine over all ranks into the root's tensor; other ranks' tensors stay unchanged."""
-        self._lacks("reduce")
-
-    def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        """Copy the root's tensor to every rank."""
-        self._lacks("broadcast")
-
-    def allgather(
+    def collective(
         self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        """``output_tensor_lists[0][r]`` becomes rank r's ``input_tensor_list[0]``."""
-        self._lacks("all_gather")
+        name: str,
+        inputs: Tensor | Sequence[Tensor] | None,
+        outputs: Tensor | Sequence[Tensor] | None,
+        reduce_op: AnyReduceOp | None = None,
+        root: int = 0,
+        rows: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+        async_op: bool = False,
+    ) -> Work | None:
+        """Start a collective by the fast path if possible; return the Work, None if it is done.
 
-    def allgather_into_tensor(
-        self, output: Tensor, input: Tensor, opts: Options | None = None
-    ) -> Work:
-        """``output``'s r-th part (of equal parts, in memory order) becomes rank r's ``input``."""
-        self._lacks("all_gather_into_tensor")
+        For callers that have checked the tensors; see :meth:`FastPath.run` for the arguments.
+        ``rows`` are those of the inputs and those of the outputs.
+        """
+        if not async_op and self.fast_path.run(name, inputs, outputs, reduce_op, root, *rows):
+            return None
+        record = Operation.called(name, inputs, outputs, reduce_op, root)
+        record.in_rows, record.out_rows = rows
+        record.is_async = async_op
+        return self.start(record)
 
-    def allgather_coalesced(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        """``output_tensor_lists[r][i]`` becomes rank r's ``input_tensor_list[i]``."""
-        self._lacks("all_gather_coalesced")
+    barrier = _method("barrier", "Return once every rank has entered.")
+    broadcast = _method("broadcast", "Copy the root's tensor, ``tensors[0]``, to every rank.")
+    allreduce = _method(
+        "all_reduce", "Combine ``tensors[0]`` over all ranks, in place on every rank."
+    )
+    reduce = _method("reduce", "Combine ``tensors[0]`` over all ranks on the root.")
+    allgather = _method("all_gather", "``outputs[0][r]`` becomes rank r's ``inputs[0]``.")
+    allgather_into_tensor = _method(
+        "all_gather_into_tensor",
+        "``output``'s r-th part (of equal parts, in memory order) becomes rank r's ``input``.",
+    )
+    gather = _method("gather", "On the root ``outputs[0][r]`` becomes rank r's ``inputs[0]``.")
+    scatter = _method("scatter", "``outputs[0]`` becomes the root's ``inputs[0][rank]``.")
+    reduce_scatter = _method(
+        "reduce_scatter", "``outputs[0]`` becomes all ranks' ``inputs[0][rank]`` combined."
+    )
+    reduce_scatter_tensor = _method(
+        "reduce_scatter_tensor",
+        "``output`` becomes the rank-th of the equal parts of all ranks' ``input`` combined.",
+    )
+    alltoall = _method("all_to_all", "``outputs[r]`` becomes rank r's ``inputs[rank]``.")
+    alltoall_single = _method(
+        "all_to_all_single",
+        ":meth:`alltoall` over rows: the sizes after the tensors count rows of dim 0 of ``output`` "
+        "and ``input`` for each rank; empty means equal.",
+    )
 
-    def gather(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        """On the root ``output_tensor_lists[0][r]`` becomes rank r's ``input_tensor_list[0]``."""
-        self._lacks("gather")
+    # torch's further names.
+    _allgather_base = all_gather_single = allgather_into_tensor
+    _reduce_scatter_base = reduce_scatter_single = reduce_scatter_tensor
+    alltoall_base = all_to_all_single = alltoall_single
 
-    def scatter(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_lists: list[list[Tensor]],
-        opts: Options | None = None,
-    ) -> Work:
-        """``output_tensor_list[0]`` becomes the root's ``input_tensor_lists[0][rank]``."""
-        self._lacks("scatter")
-
-    def reduce_scatter(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_lists: list[list[Tensor]],
-        opts: Options | None = None,
-    ) -> Work:
-        """``output_tensor_list[0]`` becomes all ranks' ``input_tensor_lists[0][rank]`` combined."""
-        self._lacks("reduce_scatter")
-
-    def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, opts: Options | None = None
-    ) -> Work:
-        """``output`` becomes the rank-th of the equal parts of all ranks' ``input`` combined."""
-        self._lacks("reduce_scatter_tensor")
-
-    def alltoall(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        """``output_tensor_list[r]`` becomes rank r's ``input_tensor_list[rank]``."""
-        self._lacks("all_to_all")
-
-    def alltoall_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Options | None = None,
-    ) -> Work:
-        """:meth:`alltoall` over rows: split sizes count rows of dim 0; empty means equal."""
-        self._lacks("all_to_all_single")
-
-    def barrier(self, opts: Options | None = None) -> Work:
-        """Return once every rank has entered."""
-        self._lacks("barrier")
+    allreduce_coalesced = coalesced("allreduce", is_nested=True)
+    allgather_coalesced = coalesced("allgather", is_nested=True)
+    allgather_into_tensor_coalesced = coalesced("allgather_into_tensor")
+    reduce_scatter_tensor_coalesced = coalesced("reduce_scatter_tensor")
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
         """A blocking barrier whose failure names every missing rank."""
@@ -668,8 +699,24 @@ class ProcessGroup(_Slots, TorchMethods):
     def close(self) -> None:
         """Leave the group and free the group's resources. Idempotent, not collective."""
 
-    def _as_one(self, works: list[Work]) -> Work:
-        return SeveralWorks(works)
+    def _get_backend(self, device: torch.device | str) -> ProcessGroup:
+        """The group that serves tensors on ``device``: a part of this group if each device type has
+        a separate backend, else this group itself.
+        """
+        return self
+
+    def shutdown(self) -> None:
+        """The same as ``close``: leave the group. Not collective."""
+        self.close()
+
+    @property
+    def bound_device_id(self) -> None:
+        """None: groups are bound to no device."""
+        return None
+
+    def as_one(self, works: list[Work]) -> Work:
+        """A single Work for several, which complete in order."""
+        return works[0] if len(works) == 1 else SeveralWorks(works)
 
     def _lacks(self, operation: str) -> NoReturn:
         raise NotImplementedError(

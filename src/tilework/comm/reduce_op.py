@@ -229,7 +229,7 @@ def supports_complex(reduceOp: AnyReduceOp) -> bool:
     return kind in _LEGAL[torch.complex64]
 
 
-def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
+def check_reduction(op: AnyReduceOp | None, dtype: torch.dtype) -> None:
     """Raise TypeError if ``op`` is no reduction, ValueError if it is not defined for ``dtype``."""
     kind = op if op.__class__ is RedOpType else getattr(op, "type", None)
     legal = _LEGAL.get(dtype)

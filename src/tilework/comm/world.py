@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from tilework.comm.flight import watch
 from tilework.comm.flight.notes import Notes
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.per_call.callbacks import end_idle_threads, finish_callbacks
+from tilework.comm.per_call.callsite import user_frame
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 
@@ -410,12 +412,15 @@ def _warn_outside(group: NonMember, operation: str) -> None:
     if key in world.warned:
         return
     world.warned.add(key)
-    warnings.warn(
+    frame = user_frame(sys._getframe())
+    file, line = ("tilework", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    warnings.warn_explicit(
         f"Running {operation} on global rank {get_rank()} which does not belong to the given "
         f"group {group.group_name!r} of ranks {list(group.global_ranks)}: nothing is done. "
         f"Call it on member ranks only (rank_not_in_group(group) tells).",
         UserWarning,
-        stacklevel=4,
+        file,
+        line,
     )
 
 

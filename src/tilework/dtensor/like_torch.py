@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind
+from tilework.comm.forms import Kind
 from tilework.comm.per_call.profiling import listening
 from tilework.dtensor.debug.causes import explain
 from tilework.dtensor.debug.event_log import EventLog

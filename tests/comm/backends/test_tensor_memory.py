@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.comm.backends.engine_protocol import Operation
 from tilework.comm.backends.tensor_memory import as_bytes, stand_in
+from tilework.comm.forms import Operation
 
 
 def test_one_element_of_any_stride() -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends.engine_protocol import Operation
 from tilework.comm.backends.torch import torch_engines
 from tilework.comm.backends.torch.torch_calls import CALLS
 from tilework.comm.backends.torch.torch_engines import GlooGroup, NcclGroup, TorchEngine
 from tilework.comm.elastic.watched_store import while_looking
+from tilework.comm.forms import Operation
 from tilework.testing import run_ranks
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.forms import FORMS
 
-#: By method: the name of the operation on the fast path, and the names of the arguments for input
-#: and output. Operations without a fast path run by the method.
-_FAST: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "allreduce": ("all_reduce", lambda x: x[0], lambda x: x[0]),
-    "broadcast": ("broadcast", lambda x: None, lambda x: x[0]),
-    "allgather": ("all_gather", lambda out, x: x[0], lambda out, x: out[0]),
-    "allgather_into_tensor": ("all_gather_into_tensor", lambda out, x: x, lambda out, x: out),
-    "reduce_scatter": ("reduce_scatter", lambda out, x: x[0], lambda out, x: out[0]),
-    "reduce_scatter_tensor": ("reduce_scatter_tensor", lambda out, x: x, lambda out, x: out),
-    "alltoall": ("all_to_all", lambda out, x: x, lambda out, x: out),
+#: The forms that may take the fast path, by the group's method.
+_FAST = {
+    form.method: form
+    for form in FORMS.values()
+    if form.sides and not (form.inputs.at_root or form.outputs.at_root)
 }
 
 
@@ -46,17 +41,22 @@ class GroupCall:
         self.group, self.method, self.opts, self.others = group, method, opts or Options(), others
         self._given = () if opts is None else (opts,)
         self.is_async = opts is None or opts.asyncOp
-        self._fast = None if opts is None else _FAST.get(method)
+        has_form = opts is not None and opts.timeout is None
+        self._form = _FAST.get(method) if has_form else None
 
     def __call__(self, *tensors: Any) -> Work | None:
         """Run the operation, and wait for it; if it is asynchronous, return the Work instead."""
-        if self._fast is not None:
-            name, source, target = self._fast
+        form = self._form
+        if form is not None:
+            target, source = tensors[0], tensors[-1]
+            if form.is_nested:
+                target, source = target[0], source[0]
+            op = self.opts.reduceOp if form.reduces else None
+            source = source if form.inputs.name else None
+            rows = [each or None for each in self.others[::-1]]
             path = self.group.fast_path
             start: Any = path.post if self.is_async else path.run
-            done = start(
-                name, source(*tensors), target(*tensors), self.opts.reduceOp, self.opts.rootRank
-            )
+            done = start(form.name, source, target, op, self.opts.rootRank, *rows)
             if done:
                 return done if self.is_async else None
         work: Work = getattr(self.group, self.method)(*tensors, *self.others, *self._given)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,17 +19,17 @@ from torch import Tensor
 
 from tilework.capture.program.group_call import GroupCall
 from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
+from tilework.comm.forms import FORMS, Operation
 from tilework.comm.per_call.call_recorder import CallRecorder, recorded, set_recorder
 from tilework.comm.world import current_world
 
-#: By method: the arguments that are written.
-_WRITTEN: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), (0,)),
-    **dict.fromkeys(("allgather", "allgather_into_tensor", "allgather_coalesced"), (0,)),
-    **dict.fromkeys(("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor"), (0,)),
-    **dict.fromkeys(("alltoall", "alltoall_single", "recv", "recv_anysource"), (0,)),
-    **dict.fromkeys(("send", "barrier"), ()),
-}
+#: A group's methods for messages, whose first argument is the tensor in a list.
+_MESSAGES = ("send", "recv", "recv_anysource")
+#: All further methods that call ``start``, unless a backend has methods of its own for them.
+_METHODS = (
+    *(form.method for form in FORMS.values()),
+    *("allreduce_coalesced", "allgather_coalesced"),
+)
 
 
 @contextmanager
@@ -99,44 +101,53 @@ class RecordedGroups:
             if isinstance(group, ProcessGroup):
                 self.groups[group] = group.fast_path
                 group.fast_path = NO_FAST_PATH
-                for method, written in _WRITTEN.items():
-                    setattr(group, method, self._recorded(group, method, written))
+                vars(group)["start"] = self._collective(group)
+                for method in _METHODS:
+                    vars(group)[method] = MethodType(vars(ProcessGroup)[method], group)
+                for method in _MESSAGES:
+                    vars(group)[method] = self._message(group, method)
                 vars(group)["empty"] = recorded(group.empty)
 
-    def _recorded(
-        self, group: ProcessGroup, method: str, written: tuple[int, ...]
-    ) -> Callable[..., Work]:
-        run = getattr(type(group), method)
+    def _collective(self, group: ProcessGroup) -> Callable[[Operation], Work]:
+        of_class = type(group).start
 
-        def call(*args: Any) -> Work:
-            rest = args
-            opts = None
-            if args and isinstance(args[-1], Options):
-                rest, opts = args[:-1], args[-1]
-            count = max((i + 1 for i, each in enumerate(rest) if _has_tensor(each)), default=0)
-            tensors, others = rest[:count], rest[count:]
-            targets = [tensors[i] for i in written if i < count]
-            with paused() as recorder:
-                if recorder is not None:
-                    self._keep(tensors, targets)
-                work: Work = run(group, *args)
-            if recorder is None:  # a comparison of ranks, not part of the program
-                return work
-            made = GroupCall(group, method, opts, others)
-            note = self._note(made, tensors, targets)
-            return RecordedWork(work, note) if made.is_async else work
+        def start(operation: Operation) -> Work:
+            form, opts = operation.form, Options.of(operation)
+            args = form.arguments(operation)
+            tensors, others = args[: len(form.sides)], args[len(form.sides) :]
+            call = GroupCall(group, form.method, opts, others)
+            return self._run(call, tensors, tensors[:1], partial(of_class, group, operation))
+
+        return start
+
+    def _message(self, group: ProcessGroup, method: str) -> Callable[..., Work]:
+        def call(tensors: list[Tensor], *others: Any) -> Work:
+            made = GroupCall(group, method, None, others)
+            written = () if method == "send" else (tensors,)
+            run = partial(getattr(type(group), method), group, tensors, *others)
+            return self._run(made, (tensors,), written, run)
 
         return call
+
+    def _run(
+        self,
+        call: GroupCall,
+        tensors: tuple[Any, ...],
+        written: Sequence[Any],
+        run: Callable[[], Work],
+    ) -> Work:
+        with paused() as recorder:
+            if recorder is not None:
+                self._keep(tensors, written)
+            work = run()
+        if recorder is None:  # a comparison of ranks, not part of the program
+            return work
+        note = self._note(call, tensors, written)
+        return RecordedWork(work, note) if call.is_async else work
 
     def leave(self) -> None:
         """Restore the groups' methods."""
         for group, fast_path in self.groups.items():
             group.fast_path = fast_path
-            for method in (*_WRITTEN, "empty"):
+            for method in ("start", *_METHODS, *_MESSAGES, "empty"):
                 vars(group).pop(method, None)
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    return isinstance(value, list | tuple) and any(map(_has_tensor, value))

@@ -12,13 +12,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind
+from tilework.comm.forms import FORMS, Kind
 
 #: The bits of a parts' label for dtype and number of dims; the other bits are of the shape.
 _DIMS: Final = 0xFFFF_FFFF
 #: The label of a tensor without elements, which agrees with every label.
 ANY: Final = 0
-_ELEMENTWISE: Final[frozenset[Kind]] = frozenset({"all_reduce", "reduce", "broadcast"})
+_ELEMENTWISE: Final = frozenset(form.kind for form in FORMS.values() if len(form.sides) == 1)
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 _START, _FACTOR = 0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3  # FNV-1a, as in the core
 #: Dtypes that all engines know natively.

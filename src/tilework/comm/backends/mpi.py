@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions
-from tilework.comm.backends.engine_protocol import Kind, Operation, op_type, split_parts
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.threads.reference import combine
 from tilework.comm.backends.torch.torch_calls import OF_TRUTH, kind_of
@@ -30,6 +29,7 @@ from tilework.comm.backends.torch.torch_engines import EngineGroup, TorchEngine
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.watched_store import while_looking
+from tilework.comm.forms import Operation, op_type, split_parts
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 
@@ -320,7 +320,7 @@ class _Requests:
 
     def start(self) -> MpiWork:
         """Start the collective; return the Work to wait for."""
-        requests = _STARTS[self._operation.kind](self)
+        requests = getattr(self, self._operation.kind)()
         averaged = op_type(self._operation.reduce_op) == "avg"
         after = self._divide if averaged and self._operation.outputs else None
         return self._link.work(requests, self._kept, self._operation.timeout, after)
@@ -434,19 +434,6 @@ class _Requests:
             *(self._comm.Irecv(self._bytes(t), r, 0) for r, t in targets.items() if t.numel()),
             *(self._comm.Isend(self._bytes(s), r, 0) for r, s in sources.items() if s.numel()),
         ]
-
-
-_STARTS: dict[Kind, Callable[[_Requests], list[Any]]] = {
-    "barrier": _Requests.barrier,
-    "broadcast": _Requests.broadcast,
-    "all_reduce": _Requests.all_reduce,
-    "reduce": _Requests.reduce,
-    "all_gather": _Requests.all_gather,
-    "gather": _Requests.gather,
-    "scatter": _Requests.scatter,
-    "reduce_scatter": _Requests.reduce_scatter,
-    "all_to_all": _Requests.all_to_all,
-}
 
 
 # -- the engine and its group -----------------------------------------------------------------

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Engine, Operation, Parts
+from tilework.comm.backends.engine_protocol import Engine
 from tilework.comm.backends.labels import (
     call_label,
     message_label,
@@ -37,15 +37,14 @@ from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, st
 from tilework.comm.contract import (
     CompletedWork,
     MessageWait,
-    Options,
     ProcessGroup,
-    SeveralWorks,
     Work,
     seconds_of,
 )
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
+from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts, Side, is_absent
 from tilework.comm.per_call import profiling, provenance_digest
 from tilework.comm.per_call.callsite import call_site
 from tilework.errors import (
@@ -55,8 +54,6 @@ from tilework.errors import (
     PeerLostError,
 )
 
-_DEFAULTS = Options()
-_DONE = CompletedWork()
 #: Seconds that a failing rank waits for the other ranks' reports.
 _REPORT_SECONDS = 0.3
 #: A call as ranks report it: number, operation, purpose, place.
@@ -93,164 +90,31 @@ class NativeGroup(ProcessGroup):
 
     # -- operations ----------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        opts = opts or _DEFAULTS
-        (tensor,) = tensors
-        operation = Operation("all_reduce", reduce_op=opts.reduceOp)
-        operation.label = call_label(operation.kind, tensor)
-        operation.inputs = [plain(tensor, as_real=False)]
-        operation.outputs = [stand_in(tensor, operation, as_real=False)]
-        return self._start(operation, opts, [tensor])
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        return self._all([self.allreduce([tensor], opts) for tensor in tensors])
-
-    def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        opts = opts or _DEFAULTS
-        (tensor,) = tensors
-        operation = Operation("reduce", reduce_op=opts.reduceOp, root=opts.rootRank)
-        operation.label = call_label(operation.kind, tensor)
-        operation.inputs = [plain(tensor, as_real=False)]
-        if self._rank == opts.rootRank:
-            operation.outputs = [stand_in(tensor, operation, as_real=False)]
-        return self._start(operation, opts, [tensor] if operation.outputs else [])
-
-    def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        opts = opts or _DEFAULTS
-        (tensor,) = tensors
-        operation = Operation("broadcast", root=opts.rootRank)
-        operation.label = call_label(operation.kind, tensor)
-        if self._rank == opts.rootRank:
-            operation.outputs = [plain(tensor)]
-        else:
-            operation.outputs = [stand_in(tensor, operation)]
-        return self._start(operation, opts, [tensor])
-
-    def allgather(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        works = []
-        for outputs, source in zip(output_tensor_lists, input_tensor_list, strict=True):
-            operation = Operation("all_gather", inputs=[plain(source)])
-            alike = same_shapes(outputs, source)
-            operation.label = call_label(operation.kind, source, alike)
-            operation.outputs = [stand_in(output, operation) for output in outputs]
-            works.append(self._start(operation, opts or _DEFAULTS, outputs))
-        return self._all(works)
-
-    def allgather_into_tensor(
-        self, output: Tensor, input: Tensor, opts: Options | None = None
-    ) -> Work:
-        operation = Operation("all_gather", inputs=[plain(input)], title="all_gather_into_tensor")
-        operation.label = call_label(operation.kind, input)
-        operation.outputs = stand_in(output, operation)
-        return self._start(operation, opts or _DEFAULTS, [output])
-
-    def allgather_coalesced(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        by_tensor = [list(column) for column in zip(*output_tensor_lists, strict=True)]
-        return self.allgather(by_tensor, input_tensor_list, opts)
-
-    def gather(
-        self,
-        output_tensor_lists: list[list[Tensor]],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        opts = opts or _DEFAULTS
-        operation = Operation("gather", inputs=[plain(input_tensor_list[0])], root=opts.rootRank)
-        root = self._rank == opts.rootRank
-        alike = not root or same_shapes(output_tensor_lists[0], input_tensor_list[0])
-        operation.label = call_label(operation.kind, input_tensor_list[0], alike)
-        if self._rank == opts.rootRank:
-            operation.outputs = [stand_in(output, operation) for output in output_tensor_lists[0]]
-        outputs = output_tensor_lists[0] if operation.outputs else []
-        return self._start(operation, opts, outputs)
-
-    def scatter(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_lists: list[list[Tensor]],
-        opts: Options | None = None,
-    ) -> Work:
-        opts = opts or _DEFAULTS
-        operation = Operation("scatter", root=opts.rootRank)
-        root = self._rank == opts.rootRank
-        alike = not root or same_shapes(input_tensor_lists[0], output_tensor_list[0])
-        operation.label = call_label(operation.kind, output_tensor_list[0], alike)
-        operation.outputs = [stand_in(output_tensor_list[0], operation)]
-        if self._rank == opts.rootRank:
-            operation.inputs = [plain(source) for source in input_tensor_lists[0]]
-        return self._start(operation, opts, output_tensor_list)
-
-    def reduce_scatter(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_lists: list[list[Tensor]],
-        opts: Options | None = None,
-    ) -> Work:
-        works = []
-        for output, sources in zip(output_tensor_list, input_tensor_lists, strict=True):
-            opts = opts or _DEFAULTS
-            operation = Operation("reduce_scatter", reduce_op=opts.reduceOp)
-            operation.label = call_label(operation.kind, output, same_shapes(sources, output))
-            operation.inputs = [plain(source, as_real=False) for source in sources]
-            operation.outputs = [stand_in(output, operation, as_real=False)]
-            works.append(self._start(operation, opts, [output]))
-        return self._all(works)
-
-    def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, opts: Options | None = None
-    ) -> Work:
-        opts = opts or _DEFAULTS
-        operation = Operation(
-            "reduce_scatter", reduce_op=opts.reduceOp, title="reduce_scatter_tensor"
+    def start(self, operation: Operation) -> Work:
+        form, at_root = operation.form, self._rank == operation.root
+        inputs, outputs = (
+            parts if side.is_here(at_root) else ()
+            for side, parts in (
+                (form.inputs, operation.inputs),
+                (form.outputs, operation.outputs),
+            )
         )
-        operation.label = call_label(operation.kind, output)
-        operation.inputs = plain(input, as_real=False)
-        operation.outputs = [stand_in(output, operation, as_real=False)]
-        return self._start(operation, opts, [output])
-
-    def alltoall(
-        self,
-        output_tensor_list: list[Tensor],
-        input_tensor_list: list[Tensor],
-        opts: Options | None = None,
-    ) -> Work:
-        operation = Operation("all_to_all", inputs=[plain(part) for part in input_tensor_list])
-        operation.label = shape_label((), input_tensor_list[0].dtype)
-        operation.outputs = [stand_in(output, operation) for output in output_tensor_list]
-        return self._start(operation, opts or _DEFAULTS, output_tensor_list)
-
-    def alltoall_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Options | None = None,
-    ) -> Work:
-        operation = Operation("all_to_all", title="all_to_all_single")
-        even = not (output_split_sizes or input_split_sizes)
-        operation.label = call_label(operation.kind, input, even)
-        source, target = plain(input), stand_in(output, operation)
-        operation.inputs = rows(source, input_split_sizes)
-        operation.outputs = rows(target, output_split_sizes)
-        return self._start(operation, opts or _DEFAULTS, [output])
-
-    def barrier(self, opts: Options | None = None) -> Work:
-        return self._start(Operation("barrier"), opts or _DEFAULTS, [])
+        operation.label = _label(operation, inputs, outputs)
+        as_real = not form.reduces
+        operation.inputs = _prepared(
+            form.inputs, inputs, operation.in_rows, lambda tensor: plain(tensor, as_real)
+        )
+        if form.kind == "broadcast" and at_root:
+            operation.outputs = [plain(tensor) for tensor in _as_list(outputs)]
+        else:
+            operation.outputs = _prepared(
+                *(form.outputs, outputs, operation.out_rows),
+                lambda tensor: stand_in(tensor, operation, as_real),
+            )
+        return self._start(operation, _as_list(outputs))
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
-        operation = Operation("barrier", title="monitored_barrier")
-        self._start(operation, Options(timeout=timeout), [])
+        self._start(Operation("barrier", title="monitored_barrier", limit=timeout), [])
 
     # -- point to point ------------------------------------------------------------------
 
@@ -293,20 +157,19 @@ class NativeGroup(ProcessGroup):
 
     # -- running -------------------------------------------------------------------------
 
-    def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
+    def _start(self, operation: Operation, outputs: list[Tensor]) -> Work:
         """Run or submit ``operation``; ``outputs`` are the user's tensors that it fills."""
-        self.check_options(opts)
         self._check_devices(operation.inputs)
         self._check_devices(operation.outputs)
         check_overlaps(operation, self._rank, self._size)
         operation.provenance = provenance_digest.digest()
-        limit = opts.timeout
+        limit = operation.limit
         operation.timeout = self.timeout if limit is None else seconds_of(limit)
         only_read = operation.kind == "broadcast" and operation.root == self._rank
         effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
         slot = self.flight.begin(operation.summary(), None, 0, 3)
         event = self._event(operation) if profiling.profiled() else None
-        if opts.asyncOp:
+        if operation.is_async:
             title = provenance_digest.named(operation.describe())
             hold = hold_operation(operation, only_read, self.engine.takes_addresses)
             call = EngineWork(self, title, effects, operation, slot, hold)
@@ -347,10 +210,6 @@ class NativeGroup(ProcessGroup):
                     f"on {tensor.device}; make the group with a backend for each device type, "
                     f"like backend='cpu:shm,cuda:nccl'"
                 )
-
-    def _all(self, works: Sequence[Work]) -> Work:
-        """A single Work for several, which complete in order."""
-        return works[-1] if len(works) == 1 else SeveralWorks(works) if works else _DONE
 
     def flight_entries(self) -> list[Entry]:
         return self.flight.entries()
@@ -525,6 +384,35 @@ class NativeGroup(ProcessGroup):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _as_list(parts: Parts) -> list[Tensor]:
+    return [parts] if isinstance(parts, Tensor) else list(parts)
+
+
+def _prepared(
+    side: Side,
+    parts: Parts,
+    splits: Sequence[int] | None,
+    prepare: Callable[[Tensor], Tensor],
+) -> Parts:
+    """The result of ``prepare`` for each tensor of ``parts``, as an engine gets them."""
+    if side.parts == "whole" and isinstance(parts, Tensor):
+        return rows(prepare(parts), list(splits or ()))
+    return [prepare(tensor) for tensor in _as_list(parts)]
+
+
+def _label(operation: Operation, inputs: Parts, outputs: Parts) -> int:
+    """The label of the caller's tensors: of the side whose shape all ranks share."""
+    kind = operation.kind
+    shared, others = inputs, outputs
+    if is_absent(inputs) or (kind in MANY_INPUTS and kind not in MANY_OUTPUTS):
+        shared, others = outputs, inputs
+    if not isinstance(shared, Tensor):  # a list on each side, or a barrier
+        return shape_label((), shared[0].dtype) if shared else 0
+    even = not (operation.in_rows or operation.out_rows)
+    even = even and (isinstance(others, Tensor) or same_shapes(others, shared))
+    return call_label(kind, shared, even)
 
 
 def _calls_text(calls: Mapping[str, str]) -> tuple[str, str, bool]:

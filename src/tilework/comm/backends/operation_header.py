@@ -9,8 +9,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
 from tilework.comm.backends.labels import labels_agree
+from tilework.comm.forms import Kind, Operation, Parts, op_type
 
 #: The fields, the elements for each rank, and those expected from each rank. All ranks have the
 #: same number of ints.

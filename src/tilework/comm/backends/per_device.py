@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.forms import Operation
 from tilework.errors import DistBackendError
-
-_BY_TENSORS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "broadcast",
-    "allgather",
-    "allgather_into_tensor",
-    "allgather_coalesced",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "alltoall",
-    "alltoall_single",
-    "send",
-    "recv",
-    "recv_anysource",
-)
 
 
 def backend_for(group: ProcessGroup, device_type: str) -> ProcessGroup:
     """The backend of ``group`` for tensors of ``device_type``; ``group`` itself if it has a single
     backend, or none for that type.
     """
-    return group.by_device.get(device_type, group) if isinstance(group, DispatchGroup) else group
+    return group._get_backend(device_type)
 
 
 class DispatchGroup(ProcessGroup):
@@ -100,6 +82,9 @@ class DispatchGroup(ProcessGroup):
             for end in self.ends:
                 setattr(end, name, value)
 
+    def _get_backend(self, device: torch.device | str) -> ProcessGroup:
+        return self.by_device.get(torch.device(device).type, self)
+
     def end_for(self, tensors: Iterable[Any]) -> ProcessGroup:
         """The backend that serves the first tensor found in (nested lists of) ``tensors``.
 
@@ -119,8 +104,17 @@ class DispatchGroup(ProcessGroup):
         end = self.by_device.get("cpu")
         return super().empty(*size, dtype=dtype) if end is None else end.empty(*size, dtype=dtype)
 
-    def barrier(self, opts: Options | None = None) -> Work:
-        return self.ends[0].barrier(opts)
+    def start(self, operation: Operation) -> Work:
+        return self.end_for((operation.inputs, operation.outputs)).start(operation)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        return self.end_for(tensors).send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        return self.end_for(tensors).recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        return self.end_for(tensors).recv_anysource(tensors, tag)
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
         self.ends[0].monitored_barrier(timeout)
@@ -155,17 +149,3 @@ def _device_of(values: Iterable[Any]) -> str | None:
             if inner is not None:
                 return inner
     return None
-
-
-def _by_tensors(name: str) -> Callable[..., Work]:
-    def operation(self: DispatchGroup, *args: Any) -> Work:
-        work: Work = getattr(self.end_for(args), name)(*args)
-        return work
-
-    operation.__name__ = name
-    operation.__doc__ = getattr(ProcessGroup, name).__doc__
-    return operation
-
-
-for _name in _BY_TENSORS:
-    setattr(DispatchGroup, _name, _by_tensors(_name))

@@ -11,8 +11,9 @@ from functools import partial
 from queue import SimpleQueue
 
 from tilework.comm.backends.completion import PythonCompletion
-from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
+from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs
 from tilework.comm.backends.tensor_memory import unseen
+from tilework.comm.forms import Operation
 
 #: Seconds that ``close`` waits for the operation in flight to end.
 _CLOSE_SECONDS = 5.0

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
+from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,18 +8,12 @@ from dataclasses import dataclass, field
 
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import FAILED, RUNNING, Entry
+from tilework.comm.forms import FORMS
 
 #: Names of functions that are the same operation.
-_ALIASES = {
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "monitored_barrier": "barrier",
-}
+_ALIASES = {**{form.name: form.kind for form in FORMS.values()}, "monitored_barrier": "barrier"}
 #: Operations whose arguments must all be equal on all ranks.
-_ELEMENTWISE = ("all_reduce", "broadcast")
+_ELEMENTWISE = [form.kind for form in FORMS.values() if form.in_place]
 
 
 @dataclass

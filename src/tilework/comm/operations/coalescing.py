@@ -10,9 +10,8 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-from tilework.comm.contract import FastPath, Options, ProcessGroup, SeveralWorks, Work
+from tilework.comm.contract import FastPath, ProcessGroup, SeveralWorks, Work
 from tilework.comm.per_call.callsite import in_library
-from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.world import AnyGroup, current_world
 
 #: The modules between a call of a collective and this module.
@@ -148,9 +147,9 @@ class _FastPaths:
         self._replaced.clear()
 
 
-def options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
-    """The options of a collective; within :func:`coalescing_manager` it is always asynchronous."""
-    return Options(op, root, None, async_op or _open_block() is not None)
+def is_async(async_op: bool) -> bool:
+    """True if a collective does not wait: as the caller says, and in a block always."""
+    return async_op or _open_block() is not None
 
 
 def finish(work: Work, async_op: bool) -> Work | None:

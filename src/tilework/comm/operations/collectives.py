@@ -15,20 +15,48 @@ moved, and the group goes on. Three errors abort the group:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from torch import Tensor
 
-from tilework.comm.contract import Work
-from tilework.comm.operations.coalescing import finish, options
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.forms import FORMS, MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
+from tilework.comm.operations.coalescing import finish, is_async
 from tilework.comm.per_call import checks
 from tilework.comm.per_call.fast_function import core_first
-from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, check_reduction
+from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.world import AnyGroup, member
 
+__all__ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
 
-@core_first(inputs="tensor", outputs="tensor")
+_Function = TypeVar("_Function", bound=Callable[..., Work | None])
+
+
+def _in_core(function: _Function) -> _Function:
+    """``function``, of which the core takes the usual calls itself."""
+    form = FORMS[function.__name__]
+    return core_first(form.inputs.name, form.outputs.name)(function)
+
+
+@_in_core
 def all_reduce(
     tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -48,14 +76,7 @@ def all_reduce(
         >>> run_ranks(3, program)
         [6.0, 6.0, 6.0]
     """
-    pg = member(group, "all_reduce")
-    if pg is None:
-        return None
-    if not async_op and pg.fast_path.run("all_reduce", tensor, tensor, op):
-        return None
-    tensor = checks.check_tensor(tensor, "tensor")
-    check_reduction(op, tensor.dtype)
-    return finish(pg.allreduce([tensor], options(async_op, op)), async_op)
+    return _call("all_reduce", group, async_op, tensor, tensor, op)
 
 
 def all_reduce_coalesced(
@@ -83,12 +104,10 @@ def all_reduce_coalesced(
     tensors = checks.check_tensors(tensors, "tensors")
     checks.same_dtype(tensors, mix_complex=False)
     checks.same_device(tensors)
-    for tensor in tensors[:1]:
-        check_reduction(op, tensor.dtype)
-    return finish(pg.allreduce_coalesced(tensors, options(async_op, op)), async_op)
+    return _run_several("all_reduce", pg, async_op, zip(tensors, tensors, strict=True), op)
 
 
-@core_first(inputs="tensor", outputs="tensor")
+@_in_core
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -114,19 +133,11 @@ def reduce(
         >>> run_ranks(2, program)
         [1.0, 3.0]
     """
-    pg = member(group, "reduce")
-    if pg is None:
-        return None
-    root = checks.group_root(pg, dst, group_dst, "dst")
-    output = tensor if pg.rank() == root else None
-    if not async_op and pg.fast_path.run("reduce", tensor, output, op, root):
-        return None
-    tensor = checks.check_tensor(tensor, "tensor")
-    check_reduction(op, tensor.dtype)
-    return finish(pg.reduce([tensor], options(async_op, op, root)), async_op)
+    root = dst, group_dst
+    return _call("reduce", group, async_op, tensor, tensor, op, root)
 
 
-@core_first(outputs="tensor")
+@_in_core
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -150,17 +161,11 @@ def broadcast(
         >>> run_ranks(2, program)
         [1.0, 1.0]
     """
-    pg = member(group, "broadcast")
-    if pg is None:
-        return None
-    root = checks.group_root(pg, src, group_src, "src")
-    if not async_op and pg.fast_path.run("broadcast", None, tensor, None, root):
-        return None
-    tensor = checks.check_tensor(tensor, "tensor")
-    return finish(pg.broadcast([tensor], options(async_op, root=root)), async_op)
+    root = src, group_src
+    return _call("broadcast", group, async_op, None, tensor, None, root)
 
 
-@core_first(inputs="tensor", outputs="tensor_list")
+@_in_core
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -181,21 +186,10 @@ def all_gather(
         >>> run_ranks(2, program)[0]
         [[0.0], [1.0, 1.0]]
     """
-    pg = member(group, "all_gather")
-    if pg is None:
-        return None
-    if not async_op and pg.fast_path.run("all_gather", tensor, tensor_list):
-        return None
-    tensor_list = checks.check_tensors(tensor_list, "tensor_list")
-    tensor = checks.check_tensor(tensor, "tensor")
-    checks.same_dtype(tensor_list, tensor)
-    checks.check_tensors(tensor_list, "tensor_list", pg.size())
-    checks.same_device(tensor_list, tensor)
-    checks.same_elements(tensor, "tensor", tensor_list[pg.rank()], f"tensor_list[{pg.rank()}]")
-    return finish(pg.allgather([list(tensor_list)], [tensor], options(async_op)), async_op)
+    return _call("all_gather", group, async_op, tensor, tensor_list)
 
 
-@core_first(inputs="input_tensor", outputs="output_tensor")
+@_in_core
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -216,18 +210,7 @@ def all_gather_into_tensor(
         >>> run_ranks(2, program)[1]
         [1.0, 2.0]
     """
-    pg = member(group, "all_gather_into_tensor")
-    if pg is None:
-        return None
-    if not async_op and pg.fast_path.run("all_gather_into_tensor", input_tensor, output_tensor):
-        return None
-    output_tensor = checks.check_tensor(output_tensor, "output_tensor")
-    input_tensor = checks.check_tensor(input_tensor, "input_tensor")
-    checks.same_dtype(output_tensor, input_tensor)
-    checks.same_device(output_tensor, input_tensor)
-    checks.stacked_elements(output_tensor, "output_tensor", input_tensor, "input_tensor", pg.size())
-    work = pg.allgather_into_tensor(output_tensor, input_tensor, options(async_op))
-    return finish(work, async_op)
+    return _call("all_gather_into_tensor", group, async_op, input_tensor, output_tensor)
 
 
 def all_gather_coalesced(
@@ -251,36 +234,20 @@ def all_gather_coalesced(
     pg = member(group, "all_gather_coalesced")
     if pg is None:
         return None
-    input_tensor_list = checks.check_tensors(input_tensor_list, "input_tensor_list")
-    output_tensor_lists = [
-        checks.check_tensors(outputs, f"output_tensor_lists[{r}]")
-        for r, outputs in enumerate(output_tensor_lists)
-    ]
-    for outputs in output_tensor_lists:
-        for output, source in zip(outputs, input_tensor_list, strict=False):
-            checks.same_dtype(output, source)
-        checks.same_dtype(outputs)
-    if len(output_tensor_lists) != pg.size():
-        raise ValueError(
-            f"output_tensor_lists must have one list for each of the group's {pg.size()} ranks, "
-            f"got {len(output_tensor_lists)}"
-        )
+    sources = checks.check_tensors(input_tensor_list, "input_tensor_list")
     for r, outputs in enumerate(output_tensor_lists):
-        if len(outputs) != len(input_tensor_list):
+        checks.check_tensors(outputs, f"output_tensor_lists[{r}]")
+        if len(outputs) != len(sources):
             raise ValueError(
-                f"output_tensor_lists[{r}] must have one tensor for each of the "
-                f"{len(input_tensor_list)} inputs, got {len(outputs)}"
+                f"output_tensor_lists[{r}] must have one tensor for each of the {len(sources)} "
+                f"inputs, got {len(outputs)}"
             )
-    own_outputs = output_tensor_lists[pg.rank()]
-    for i, (output, source) in enumerate(zip(own_outputs, input_tensor_list, strict=True)):
-        checks.same_elements(
-            source, f"input_tensor_list[{i}]", output, f"output_tensor_lists[{pg.rank()}][{i}]"
-        )
-    work = pg.allgather_coalesced(output_tensor_lists, input_tensor_list, options(async_op))
-    return finish(work, async_op)
+    checks.same_dtype(sources, *output_tensor_lists)
+    columns = map(list, zip(*output_tensor_lists, strict=True))
+    return _run_several("all_gather", pg, async_op, zip(sources, columns, strict=True))
 
 
-@core_first(inputs="tensor", outputs="gather_list")
+@_in_core
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -306,24 +273,11 @@ def gather(
         >>> run_ranks(2, program)
         [[1.0, 2.0], None]
     """
-    pg = member(group, "gather")
-    if pg is None:
-        return None
-    root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    if not async_op and pg.fast_path.run("gather", tensor, gather_list, None, root):
-        return None
-    tensor = checks.check_tensor(tensor, "tensor")
-    outputs = _optional_list(gather_list, "gather_list")
-    checks.same_dtype(tensor, outputs)
-    _check_root_list(pg.rank() == root, gather_list, "gather_list", "dst", pg.size())
-    checks.same_device(tensor, outputs)
-    if outputs:
-        checks.same_elements(tensor, "tensor", outputs[root], f"gather_list[{root}]")
-    lists = [outputs] if pg.rank() == root else []
-    return finish(pg.gather(lists, [tensor], options(async_op, root=root)), async_op)
+    root = dst, group_dst
+    return _call("gather", group, async_op, tensor, gather_list, None, root)
 
 
-@core_first(inputs="scatter_list", outputs="tensor")
+@_in_core
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -350,41 +304,11 @@ def scatter(
         >>> run_ranks(2, program)
         [5.0, 6.0]
     """
-    pg = member(group, "scatter")
-    if pg is None:
-        return None
-    root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    if not async_op and pg.fast_path.run("scatter", scatter_list, tensor, None, root):
-        return None
-    tensor = checks.check_tensor(tensor, "tensor")
-    inputs = _optional_list(scatter_list, "scatter_list")
-    checks.same_dtype(tensor, inputs)
-    _check_root_list(pg.rank() == root, scatter_list, "scatter_list", "src", pg.size())
-    checks.same_device(tensor, inputs)
-    if inputs:
-        checks.same_elements(tensor, "tensor", inputs[root], f"scatter_list[{root}]")
-    lists = [inputs] if pg.rank() == root else []
-    return finish(pg.scatter([tensor], lists, options(async_op, root=root)), async_op)
+    root = src, group_src
+    return _call("scatter", group, async_op, scatter_list, tensor, None, root)
 
 
-def _optional_list(tensors: list[Tensor] | None, name: str) -> list[Tensor]:
-    if tensors is None:
-        return []
-    return checks.check_tensors(tensors, name)
-
-
-def _check_root_list(
-    is_root: bool, tensors: list[Tensor] | None, name: str, root_name: str, size: int
-) -> None:
-    if is_root and not tensors:
-        raise ValueError(f"{name} must be given on {root_name}, one tensor per rank")
-    if is_root:
-        checks.check_tensors(tensors, name, size)
-    elif tensors:
-        raise ValueError(f"{name} must not be given except on {root_name}: pass None")
-
-
-@core_first(inputs="input_list", outputs="output")
+@_in_core
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
@@ -409,22 +333,10 @@ def reduce_scatter(
         >>> run_ranks(2, program)
         [2.0, 20.0]
     """
-    pg = member(group, "reduce_scatter")
-    if pg is None:
-        return None
-    if not async_op and pg.fast_path.run("reduce_scatter", input_list, output, op):
-        return None
-    output = checks.check_tensor(output, "output")
-    input_list = checks.check_tensors(input_list, "input_list")
-    checks.same_dtype(output, input_list, mix_complex=False)
-    checks.check_tensors(input_list, "input_list", pg.size())
-    checks.same_device(output, input_list)
-    check_reduction(op, output.dtype)
-    checks.same_elements(output, "output", input_list[pg.rank()], f"input_list[{pg.rank()}]")
-    return finish(pg.reduce_scatter([output], [list(input_list)], options(async_op, op)), async_op)
+    return _call("reduce_scatter", group, async_op, input_list, output, op)
 
 
-@core_first(inputs="input", outputs="output")
+@_in_core
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -449,21 +361,10 @@ def reduce_scatter_tensor(
         >>> run_ranks(2, program)
         [2.0, 20.0]
     """
-    pg = member(group, "reduce_scatter_tensor")
-    if pg is None:
-        return None
-    if not async_op and pg.fast_path.run("reduce_scatter_tensor", input, output, op):
-        return None
-    output = checks.check_tensor(output, "output")
-    input = checks.check_tensor(input, "input")
-    checks.same_dtype(output, input, mix_complex=False)
-    checks.same_device(output, input)
-    check_reduction(op, output.dtype)
-    checks.stacked_elements(input, "input", output, "output", pg.size())
-    return finish(pg.reduce_scatter_tensor(output, input, options(async_op, op)), async_op)
+    return _call("reduce_scatter_tensor", group, async_op, input, output, op)
 
 
-@core_first(inputs="input_tensor_list", outputs="output_tensor_list")
+@_in_core
 def all_to_all(
     output_tensor_list: list[Tensor],
     input_tensor_list: list[Tensor],
@@ -487,29 +388,10 @@ def all_to_all(
         >>> run_ranks(2, program)
         [[0.0, 10.0], [1.0, 11.0]]
     """
-    pg = member(group, "all_to_all")
-    if pg is None:
-        return None
-    if not async_op and pg.fast_path.run("all_to_all", input_tensor_list, output_tensor_list):
-        return None
-    output_tensor_list = checks.check_tensors(output_tensor_list, "output_tensor_list")
-    input_tensor_list = checks.check_tensors(input_tensor_list, "input_tensor_list")
-    checks.same_dtype(output_tensor_list, input_tensor_list)
-    checks.check_tensors(output_tensor_list, "output_tensor_list", pg.size())
-    checks.check_tensors(input_tensor_list, "input_tensor_list", pg.size())
-    checks.same_device(output_tensor_list, input_tensor_list)
-    me = pg.rank()
-    checks.same_elements(
-        input_tensor_list[me],
-        f"input_tensor_list[{me}]",
-        output_tensor_list[me],
-        f"output_tensor_list[{me}]",
-    )
-    work = pg.alltoall(list(output_tensor_list), list(input_tensor_list), options(async_op))
-    return finish(work, async_op)
+    return _call("all_to_all", group, async_op, input_tensor_list, output_tensor_list)
 
 
-@core_first(inputs="input", outputs="output")
+@_in_core
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -536,26 +418,11 @@ def all_to_all_single(
         >>> run_ranks(2, program)
         [[0.0, 10.0], [1.0, 11.0]]
     """
-    pg = member(group, "all_to_all_single")
-    if pg is None:
-        return None
-    if not async_op and (
-        pg.fast_path.run(
-            "all_to_all_single", input, output, None, 0, input_split_sizes, output_split_sizes
-        )
-    ):
-        return None
-    output = checks.check_tensor(output, "output")
-    input = checks.check_tensor(input, "input")
-    checks.same_dtype(output, input)
-    checks.same_device(output, input)
-    received = checks.check_splits(output, output_split_sizes, "output", pg.size())
-    sent = checks.check_splits(input, input_split_sizes, "input", pg.size())
-    work = pg.alltoall_single(output, input, received, sent, options(async_op))
-    return finish(work, async_op)
+    rows = input_split_sizes, output_split_sizes
+    return _call("all_to_all_single", group, async_op, input, output, rows=rows)
 
 
-@core_first()
+@_in_core
 def barrier(
     group: AnyGroup = None,
     async_op: bool = False,
@@ -578,14 +445,7 @@ def barrier(
         >>> run_ranks(2, lambda rank: dist.barrier())
         [None, None]
     """
-    pg = member(group, "barrier")
-    if pg is None:
-        return None
-    if not async_op and timeout is None and pg.fast_path.run("barrier", None, None):
-        return None
-    chosen = options(async_op)
-    chosen.timeout = timeout
-    return finish(pg.barrier(chosen), async_op)
+    return _call("barrier", group, async_op, timeout=timeout)
 
 
 def monitored_barrier(
@@ -609,3 +469,57 @@ def monitored_barrier(
     pg = member(group, "monitored_barrier")
     if pg is not None:
         pg.monitored_barrier(timeout)
+
+
+def _call(  # noqa: PLR0913
+    name: str,
+    group: AnyGroup,
+    async_op: bool,
+    inputs: Parts | None = None,
+    outputs: Parts | None = None,
+    op: AnyReduceOp | None = None,
+    root: tuple[int | None, int | None] = (None, None),
+    rows: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Make the record of a call, and run it; ``root`` is a global rank and a group rank, of which
+    the caller gave one.
+    """
+    pg = member(group, name)
+    if pg is None:
+        return None
+    form = FORMS[name]
+    operation = Operation.called(name, inputs, outputs, op)
+    operation.in_rows, operation.out_rows = rows
+    operation.limit = timeout
+    if form.root:
+        default = pg.global_ranks[0] if form.kind in MANY_INPUTS | MANY_OUTPUTS else None
+        operation.root = checks.group_root(pg, *root, form.root, default)
+    return run(operation, pg, async_op)
+
+
+def run(operation: Operation, pg: ProcessGroup, async_op: bool) -> Work | None:
+    """Run a collective on the caller's tensors: by the fast path if possible, else after checks."""
+    form, rank = operation.form, pg.rank()
+    if form.kind == "reduce" and rank != operation.root:
+        operation.outputs = ()
+    if not async_op and operation.limit is None and pg.fast_path.run(*form.fast_call(operation)):
+        return None
+    checks.check_operation(operation, rank, pg.size())
+    operation.is_async = is_async(async_op)
+    return finish(pg.start(operation), async_op)
+
+
+def _run_several(
+    name: str,
+    pg: ProcessGroup,
+    async_op: bool,
+    tensors: Iterable[tuple[Tensor, Parts]],
+    op: AnyReduceOp | None = None,
+) -> Work | None:
+    """Run a collective for each pair of inputs and outputs; all are checked before the first."""
+    operations = [Operation.called(name, *pair, op) for pair in tensors]
+    for operation in operations:
+        checks.check_operation(operation, pg.rank(), pg.size())
+        operation.is_async = is_async(async_op)
+    return finish(pg.as_one([pg.start(operation) for operation in operations]), async_op)

@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.forms import Form, Operation, Parts, Side, is_absent
+from tilework.comm.reduce_op import check_reduction
 from tilework.comm.world import get_global_rank, get_group_rank
 
 _PLAIN = (Tensor, Parameter)
+#: The order of the sides of a collective in messages.
+_ORDER = ("whole", "one", "each")
 _REAL_OF = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
@@ -200,3 +204,69 @@ def group_root(
     if root is None:
         raise ValueError(f"give {name} (a global rank) or group_{name} (a rank of the group)")
     return get_group_rank(pg, root)
+
+
+def check_operation(operation: Operation, rank: int, size: int) -> None:
+    """Check the tensors of a collective as the caller gave them, in a group of ``size`` ranks.
+
+    Afterwards results of functional collectives are plain tensors, and rows are lists.
+    """
+    form, is_root = operation.form, rank == operation.root
+    outputs = _side(form.outputs, operation.outputs)
+    inputs = outputs if form.inputs == form.outputs else _side(form.inputs, operation.inputs)
+    same_dtype(outputs, inputs, mix_complex=not form.reduces)
+    for side, tensors in ((form.outputs, outputs), (form.inputs, inputs)):
+        if side.parts == "each":
+            _check_count(side, tensors, form.root, is_root, size)
+    same_device(outputs, inputs)
+    if form.reduces:
+        check_reduction(operation.reduce_op, inputs[0].dtype)
+    if form.has_rows:
+        operation.out_rows = check_splits(outputs[0], operation.out_rows, "output", size)
+        operation.in_rows = check_splits(inputs[0], operation.in_rows, "input", size)
+    elif not form.in_place:
+        _check_sizes(form, inputs, outputs, rank, size)
+    operation.inputs = _as_given(form.inputs, inputs)
+    operation.outputs = _as_given(form.outputs, outputs)
+
+
+def _side(side: Side, given: Any) -> list[Tensor]:
+    if side.parts == "none" or (side.at_root and is_absent(given)):
+        return []
+    if side.parts == "each":
+        return check_tensors(given, side.name)
+    return [check_tensor(given, side.name)]
+
+
+def _as_given(side: Side, tensors: list[Tensor]) -> Parts:
+    if not tensors:
+        return ()
+    return tensors if side.parts == "each" else tensors[0]
+
+
+def _check_count(side: Side, tensors: list[Tensor], root: str, is_root: bool, size: int) -> None:
+    if side.at_root and is_root and not tensors:
+        raise ValueError(f"{side.name} must be given on {root}, one tensor per rank")
+    if is_root or not side.at_root:
+        check_tensors(tensors, side.name, size)
+    elif tensors:
+        raise ValueError(f"{side.name} must not be given except on {root}: pass None")
+
+
+def _check_sizes(
+    form: Form, inputs: list[Tensor], outputs: list[Tensor], rank: int, size: int
+) -> None:
+    """Raise ValueError unless this rank's part of the inputs fits that of the outputs."""
+    own = []
+    for side, tensors in ((form.inputs, inputs), (form.outputs, outputs)):
+        if tensors:
+            in_list = side.parts == "each"
+            name = f"{side.name}[{rank}]" if in_list else side.name
+            own.append((side.parts, tensors[rank if in_list else 0], name))
+    if len(own) < 2:
+        return
+    (parts, a, a_name), (_, b, b_name) = sorted(own, key=lambda each: _ORDER.index(each[0]))
+    if parts == "whole":
+        stacked_elements(a, a_name, b, b_name, size)
+    else:
+        same_elements(a, a_name, b, b_name)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import tilework.distributed as dist
 from tests.tables import each
-from tilework.comm.backends.engine_protocol import Operation
 from tilework.comm.backends.shm import memory_hold
 from tilework.comm.backends.shm.memory_hold import HeldMemory, find_storage_layout, fits_storage
+from tilework.comm.forms import Operation
 from tilework.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type, split_parts
 from tilework.comm.backends.hybrid.hosts import Hosts
 from tilework.comm.backends.threads.reference import combine
+from tilework.comm.forms import Kind, Operation, Parts, op_type, split_parts
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
 
 #: Up to this many bytes hosts send each other everything instead of reducing in shares, because

@@ -21,14 +21,7 @@ from torch import Tensor
 
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.control_channel import ControlChannel, FrameKind
-from tilework.comm.backends.engine_protocol import (
-    Completion,
-    Fault,
-    FaultArgs,
-    Kind,
-    Operation,
-    Parts,
-)
+from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
 from tilework.comm.backends.hybrid.host_steps import STEPS
 from tilework.comm.backends.hybrid.hosts import Hosts
 from tilework.comm.backends.hybrid.messages import PointToPoint
@@ -38,6 +31,7 @@ from tilework.comm.backends.operation_header import disagreement, header_length,
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.torch_completion import TorchCompletion
+from tilework.comm.forms import Kind, Operation, Parts
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp
 

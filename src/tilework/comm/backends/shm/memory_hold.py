@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Operation, Parts
 from tilework.comm.backends.tensor_memory import as_bytes, unseen
+from tilework.comm.forms import Operation, Parts
 
 try:
     from tilework import _core

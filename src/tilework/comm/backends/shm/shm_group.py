@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import (
-    MANY_INPUTS,
-    MANY_OUTPUTS,
-    Completion,
-    Operation,
-    Parts,
-    op_factor,
-    op_type,
-)
+from tilework.comm.backends.engine_protocol import Completion
 from tilework.comm.backends.native import NativeGroup, label
 from tilework.comm.backends.native_work import NativeWork, waiting_for
 from tilework.comm.backends.shm.tensor_layout import tell_core
@@ -35,6 +27,7 @@ from tilework.comm.flight.ring import (
     describe,
     outcome,
 )
+from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts, op_factor, op_type
 from tilework.comm.per_call import profiling, provenance_digest
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.comm.reduce_op import RedOpType
@@ -409,9 +402,7 @@ def _title(
     if name in _MESSAGES:
         tensor = inputs if name == "send" else outputs
         return f"{name} {label(tensor)}" + _of_message(name, root, reduce_op, ranks)
-    kind = _KIND_OF.get(name, name)
-    operation = Operation(kind, _sides(inputs), _sides(outputs), reduce_op, root, title=name)
-    return operation.describe()
+    return Operation.called(name, inputs, outputs, reduce_op, root).describe()
 
 
 def _of_message(name: str, peer: int, tag: int, ranks: Sequence[int]) -> str:
@@ -420,17 +411,6 @@ def _of_message(name: str, peer: int, tag: int, ranks: Sequence[int]) -> str:
     """
     direction = "to" if name.startswith("send") else "from"
     return f" {direction} {'any rank' if peer < 0 else f'rank {ranks[peer]}'} tag {tag}"
-
-
-_KIND_OF: dict[str, Any] = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
-
-
-def _sides(parts: Any) -> Parts:
-    return () if parts is None else parts
 
 
 if _core is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.completion import PythonCompletion
-from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
+from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs
 from tilework.comm.backends.message_matcher import (
     ANY_SOURCE,
     MessageMatcher,
@@ -46,6 +46,7 @@ from tilework.comm.backends.threads.threads_collectives import (
     fill,
     reduced,
 )
+from tilework.comm.forms import Operation
 from tilework.comm.waits import by_rank
 from tilework.errors import DistBackendError
 

@@ -17,16 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import (
-    MANY_INPUTS,
-    Kind,
-    Operation,
-    Parts,
-    op_factor,
-    op_type,
-    split_parts,
-)
 from tilework.comm.backends.threads.reference import combine
+from tilework.comm.forms import MANY_INPUTS, Kind, Operation, Parts, op_factor, op_type, split_parts
 
 #: (outputs, values): copies to be made when every rank has read its peers' tensors.
 Writes = list[tuple[Parts, Sequence[Tensor]]]

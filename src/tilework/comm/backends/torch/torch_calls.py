@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_factor
 from tilework.comm.backends.tensor_memory import as_bytes
+from tilework.comm.forms import Kind, Operation, Parts, op_factor
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 
 #: torch's engines and their options; absent from builds of torch without them.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
-from tilework.comm.backends.engine_protocol import Fault, FaultArgs, Operation, Parts
+from tilework.comm.backends.engine_protocol import Fault, FaultArgs
 from tilework.comm.backends.failure_log import FailureLog
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
@@ -31,8 +30,9 @@ from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.torch_calls import CALLS, c10d, kind_of
 from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
-from tilework.comm.contract import Options, ProcessGroup, Work
+from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking
+from tilework.comm.forms import Operation, Parts
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError, DistError
@@ -248,7 +248,7 @@ class EngineGroup(NativeGroup):
     def authenticated(self) -> bool:
         return self._authenticated
 
-    def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
+    def _start(self, operation: Operation, outputs: list[Tensor]) -> Work:
         op, dtype = operation.reduce_op, operation.dtype
         if op is not None and dtype is not None and not self.reduces(op, dtype):
             raise NotImplementedError(
@@ -265,9 +265,14 @@ class EngineGroup(NativeGroup):
             )
         operation.compared = self.of_mesh and not provenance_digest.is_off()
         device = operation.device
-        if device is None or device.type == "cpu" or not (self._engine_blocks and opts.asyncOp):
-            return super()._start(operation, opts, outputs)
-        work = super()._start(operation, replace(opts, asyncOp=False), outputs)
+        if (
+            device is None
+            or device.type == "cpu"
+            or not (self._engine_blocks and operation.is_async)
+        ):
+            return super()._start(operation, outputs)
+        operation.is_async = False
+        work = super()._start(operation, outputs)
         # Another stream may be current where the caller waits.
         torch.get_device_module(device).current_stream(device).synchronize()
         return work
