@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from tilework.comm.backend import BackendConfig
-from tilework.comm.contract import Options, ProcessGroup, SeveralWorks, Work
+from tilework.comm.contract import Options, ProcessGroup, SeveralWorks, Work, coalesced
+from tilework.comm.forms import FORMS, Form
 from tilework.comm.making.group_plan import GroupPlan
 from tilework.comm.operations import collectives, p2p
 from tilework.comm.operations.compiler_disable import leave_function
@@ -51,6 +52,12 @@ _FORMER_NAMES = {
     "all_to_all_single": "alltoall_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+#: What torch calls the methods whose names are others in tilework's groups.
+_NAMES = {
+    "allgather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+    "alltoall_single": "all_to_all_single",
 }
 #: What a mean of integers carries in place of a provenance digest.
 _MEAN = 0x6D65616E
@@ -148,19 +155,18 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def _run(
         self,
         outputs: Sequence[Tensor],
-        call: Callable[..., Work | None],
-        *args: Any,
+        name: str,
+        start: Callable[[], Work | None],
         finish: Callable[[], None] | None = None,
-        **kwargs: Any,
     ) -> AnyWork:
-        """Run ``call`` on tilework's group, and return a Work; the call fills ``outputs``.
+        """Start operation ``name`` of tilework's group, which fills ``outputs``; return a Work.
 
-        ``finish`` runs once the call has filled them, before any wait returns.
+        ``finish`` runs once the operation has filled them, before any wait returns.
         """
         for output in outputs:
             if output.grad_fn is not None:
-                name_writer(output, call.__name__)
-        work = call(*args, group=self._group, **kwargs)
+                name_writer(output, name)
+        work = start()
         if work is None and finish is not None:
             finish()
         ours = DoneWork(outputs) if work is None else RunningWork(work, self._group, finish)
@@ -168,23 +174,29 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             self._block.append(ours)
         return ours
 
-    def _reduce(
-        self,
-        outputs: Sequence[Tensor],
-        call: Callable[..., Work | None],
-        *args: Any,
-        opts: Any,
-        **kwargs: Any,
-    ) -> AnyWork:
-        """Run a reduction, which fills ``outputs`` on this rank.
+    def _collective(self, form: Form, args: Sequence[Any], opts: Any) -> AnyWork:
+        """Run a collective with the arguments of torch's backends.
 
         A mean of integers is the sum divided, without the fraction: such is NCCL's, which programs
         expect of every backend but Gloo.
         """
-        op, later = reduction(opts), is_async(opts)
+        (operation,) = form.operations(args)
+        if form.root:
+            operation.root = self._group.group_ranks[self._global(root(opts))]
+        is_here = form.outputs.is_here(operation.root == self._group.rank())
+        written = operation.outputs if is_here else ()
+        outputs = [written] if isinstance(written, Tensor) else written
+        run = partial(collectives.run, operation, self._group, is_async(opts))
+        if not form.reduces:
+            return self._run(outputs, form.name, run)
+        operation.reduce_op = reduction(opts)
         first = _first_tensor(args)
-        if op is not ReduceOp.AVG or first is None or first.dtype not in _INTEGERS:
-            return self._run(outputs, call, *args, op=op, async_op=later, **kwargs)
+        assert first is not None
+        if first.layout is not torch.strided and form.name == "all_reduce":
+            all_reduce_sparse(first, operation.reduce_op, self._group)
+            return DoneWork(outputs)
+        if operation.reduce_op is not ReduceOp.AVG or first.dtype not in _INTEGERS:
+            return self._run(outputs, form.name, run)
 
         def divide() -> None:
             for output in outputs:
@@ -192,11 +204,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
         # Otherwise a rank's mean would meet another rank's sum.
         with carrying(_MEAN, ReduceOp.AVG):
-            return self._run(
-                outputs, call, *args, finish=divide, op=ReduceOp.SUM, async_op=later, **kwargs
-            )
+            operation.reduce_op = ReduceOp.SUM
+            return self._run(outputs, form.name, run, divide)
 
-    def _together(self, works: Sequence[Any]) -> AnyWork:
+    def as_one(self, works: Sequence[Any]) -> AnyWork:
         """A Work that is done when all of ``works`` are done."""
         return works[0] if len(works) == 1 else RunningWork(SeveralWorks(works), self._group)
 
@@ -212,138 +223,18 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     # -- operations ----------------------------------------------------------------------
 
-    @_on_cpu
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
-        (tensor,) = tensors
-        if tensor.layout is not torch.strided:
-            all_reduce_sparse(tensor, reduction(opts), self._group)
-            return DoneWork(tensors)
-        return self._reduce(tensors, collectives.all_reduce, tensor, opts=opts)
-
-    @_on_cpu
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
-        return self._reduce(tensors, collectives.all_reduce_coalesced, tensors, opts=opts)
-
-    @_on_cpu
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
-        outputs = tensors if root(opts) == self._group.rank() else []
-        dst = self._global(root(opts))
-        return self._reduce(outputs, collectives.reduce, tensors[0], opts=opts, dst=dst)
-
-    @_on_cpu
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
-        (tensor,) = tensors
-        later = is_async(opts)
-        return self._run(
-            tensors, collectives.broadcast, tensor, src=self._global(root(opts)), async_op=later
-        )
-
-    @_on_cpu
-    def allgather(
-        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> AnyWork:
-        (outputs,), (source,) = output_lists, inputs
-        later = is_async(opts)
-        return self._run(outputs, collectives.all_gather, outputs, source, async_op=later)
-
-    @_on_cpu
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> AnyWork:
-        return self._run(
-            [output], collectives.all_gather_into_tensor, output, source, async_op=is_async(opts)
-        )
-
-    @_on_cpu
-    def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> AnyWork:
-        outputs = [output for outputs in output_lists for output in outputs]
-        later = is_async(opts)
-        return self._run(
-            outputs, collectives.all_gather_coalesced, output_lists, inputs, async_op=later
-        )
-
-    @_on_cpu
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> AnyWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.all_gather_single(*pair, opts) for pair in pairs])
-
-    @_on_cpu
-    def gather(
-        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> AnyWork:
-        outputs = output_lists[0] if output_lists else []
-        return self._run(
-            outputs,
-            collectives.gather,
-            inputs[0],
-            outputs or None,
-            dst=self._global(root(opts)),
-            async_op=is_async(opts),
-        )
-
-    @_on_cpu
-    def scatter(
-        self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
-    ) -> AnyWork:
-        sources = input_lists[0] if input_lists else []
-        return self._run(
-            outputs,
-            collectives.scatter,
-            outputs[0],
-            sources or None,
-            src=self._global(root(opts)),
-            async_op=is_async(opts),
-        )
-
-    @_on_cpu
-    def reduce_scatter(
-        self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
-    ) -> AnyWork:
-        (output,), (sources,) = outputs, input_lists
-        return self._reduce(outputs, collectives.reduce_scatter, output, sources, opts=opts)
-
-    @_on_cpu
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> AnyWork:
-        return self._reduce([output], collectives.reduce_scatter_tensor, output, source, opts=opts)
-
-    @_on_cpu
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> AnyWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.reduce_scatter_single(*pair, opts) for pair in pairs])
-
-    @_on_cpu
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AnyWork:
-        later = is_async(opts)
-        return self._run(outputs, collectives.all_to_all, outputs, inputs, async_op=later)
-
-    @_on_cpu
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> AnyWork:
-        return self._run(
-            [output],
-            collectives.all_to_all_single,
-            output,
-            source,
-            output_splits,
-            input_splits,
-            async_op=is_async(opts),
-        )
+    allreduce_coalesced = _on_cpu(coalesced("allreduce", is_nested=True))
+    allgather_coalesced = _on_cpu(coalesced("allgather", is_nested=True))
+    all_gather_single_coalesced = _on_cpu(coalesced("all_gather_single"))
+    reduce_scatter_single_coalesced = _on_cpu(coalesced("reduce_scatter_single"))
 
     # torch's own programs send [] into [1]: messages have a dtype and a number of elements.
 
     @_on_cpu
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> AnyWork:
-        return self._run([], p2p.isend, tensors[0].reshape(-1), dst=self._global(dst), tag=tag)
+        source = tensors[0].reshape(-1)
+        start = partial(p2p.isend, source, self._global(dst), self._group, tag)
+        return self._run([], "isend", start)
 
     @_on_cpu
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> AnyWork:
@@ -354,12 +245,14 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, tag=tag)
 
     def _receive(self, tensors: list[Tensor], **source: Any) -> AnyWork:
-        tensor = tensors[0].detach()
+        tensor, finish = tensors[0].detach(), None
         if tensor.is_contiguous():
-            return self._run(tensors, p2p.irecv, tensor.view(-1), **source)
-        memory = tensor.new_empty(tensor.numel())
-        finish = partial(_fill, tensor, memory)
-        return self._run(tensors, p2p.irecv, memory, finish=finish, **source)
+            memory = tensor.view(-1)
+        else:
+            memory = tensor.new_empty(tensor.numel())
+            finish = partial(_fill, tensor, memory)
+        start = partial(p2p.irecv, memory, group=self._group, **source)
+        return self._run(tensors, "irecv", start, finish)
 
     @_on_cpu
     def barrier(self, opts: Any = None) -> AnyWork:
@@ -396,7 +289,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> AnyWork:
         works, self._block = self._block or [], None
-        return self._together(works)
+        return self.as_one(works)
 
     # -- what torch asks of a group, and of the backend that this is as well ---------------
 
@@ -475,6 +368,19 @@ def _fill(tensor: Tensor, memory: Tensor) -> None:
     tensor.copy_(memory.view(tensor.shape))
 
 
+def _add_collective(form: Form) -> None:
+    count = len(form.sides) + 2 * form.has_rows
+
+    def call(self: TorchProcessGroup, *args: Any, opts: Any = None) -> AnyWork:
+        return self._collective(form, args[:count], args[count] if args[count:] else opts)
+
+    call.__name__ = _NAMES.get(form.method, form.method)
+    setattr(TorchProcessGroup, call.__name__, _on_cpu(call))
+
+
+for _form in FORMS.values():
+    if _form.sides:  # torch's barrier has no tensors, by which to find the device
+        _add_collective(_form)
 for _new, _former in _FORMER_NAMES.items():
     setattr(TorchProcessGroup, _former, getattr(TorchProcessGroup, _new))
 
