@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilework.distributed as dist
 from tests.comm.functional.test_api import EVERY, plain
 from tests.rounding import assert_close
-from tilework.comm.functional.kinds import KINDS
+from tilework.comm.functional.running import KINDS
 from tilework.comm.reduce_op import ReduceOp
 from tilework.distributed import functional
 from tilework.testing import run_ranks
@@ -76,7 +76,7 @@ def check_trace(mode: Any, calls: list[Callable[[Tensor], Any]], rank: int) -> l
     for _ in range(2):
         assert all(map(torch.equal, traced(x), expected))
     assert not torch.equal(traced(x + 1)[0], expected[0])
-    local = {kind.name for kind in KINDS if kind.local}
+    local = {kind.name for kind in KINDS.values() if kind.local}
     found = operators(traced.graph)
     started = [name for name in found if name != "wait" and name not in local]
     assert len(started) == found.count("wait")
@@ -87,7 +87,7 @@ def check_trace(mode: Any, calls: list[Callable[[Tensor], Any]], rank: int) -> l
 def test_make_fx_records_each_operator_and_its_wait(mode: str) -> None:
     def body(rank: int) -> None:
         started = check_trace(mode, every(rank), rank)
-        assert set(started) == {kind.name for kind in KINDS if not kind.local}
+        assert set(started) == {kind.name for kind in KINDS.values() if not kind.local}
 
     ranks(2, body)
 
@@ -356,7 +356,7 @@ def test_operators_keep_torchs_rules() -> None:
 
     def body(rank: int) -> None:
         x = torch.randn(3, 4, requires_grad=True)
-        for kind in KINDS:
+        for kind in KINDS.values():
             start = getattr(torch.ops.tilework, kind.name).default
             arguments = (x, *ARGUMENTS[kind.schema], "default")
             found = torch.library.opcheck(start, arguments, test_utils=checks)

@@ -2,7 +2,6 @@
 
 - :mod:`.api`: the public functions;
 - :mod:`.kinds`: the collectives: for each the start, the result's shape and the adjoint;
-- :mod:`.primitives`: collectives on given memory, by the fast path if there is one;
 - :mod:`.reductions`: reductions as text, for schemas;
 - :mod:`.running`: calls, run now or written into a trace;
 - :mod:`.ops`: the operators that traces hold;

@@ -7,109 +7,280 @@ Ranks are group ranks here, and ``rows`` the numbers of rows of ``dim`` that bel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tilework.comm.contract import Options, ProcessGroup, Work
-from tilework.comm.functional import primitives
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.forms import FORMS, Side
 from tilework.comm.functional.reductions import factor_of, reduction
 from tilework.comm.functional.running import (
+    KINDS,
     FunctionalCollective,
     GroupOrName,
     empty_like,
     run,
     size_of,
 )
-from tilework.comm.reduce_op import check_reduction
+from tilework.comm.reduce_op import AnyReduceOp, check_reduction
 
 Started = tuple[Tensor, Work | None]
 Rank = Callable[[], int]
 
 
-# -- reductions ------------------------------------------------------------------------------
+class _Collective(FunctionalCollective):
+    """A collective whose adjoint is another one with the same arguments, as a sum."""
+
+    #: The name of the adjoint collective.
+    adjoint_name: ClassVar[str]
+    #: The arguments; a collective has those that its schema lists.
+    op: str = "sum"
+    root: int
+    dim: int
+    rows: Sequence[int]
+
+    @property
+    def keeps_input(self) -> bool:
+        return self.op in _NONLINEAR
+
+    def _reduction(self, x: Tensor) -> AnyReduceOp:
+        """The reduction; raises if it is not defined for the dtype of ``x``."""
+        op = reduction(self.op)
+        check_reduction(op, x.dtype)
+        return op
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
+        kind = KINDS[self.adjoint_name]
+        args = ["sum" if name == "op" else getattr(self, name) for name in kind.parameters]
+        return pull_back(self.op, x, run(kind, grad, group, *args), group)
 
 
-class AllReduce(FunctionalCollective):
+# -- equal shapes ----------------------------------------------------------------------------
+
+
+class AllReduce(_Collective):
     """Every rank's tensors combined, on every rank."""
 
-    name, schema, elementwise = "all_reduce", "str op", True
-
-    def __init__(self, op: str) -> None:
-        self.op = op
-
-    @property
-    def keeps_input(self) -> bool:
-        return self.op in _NONLINEAR
+    name, schema, adjoint_name, elementwise = "all_reduce", "str op", "all_reduce", True
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        op = reduction(self.op)
-        check_reduction(op, x.dtype)
-        out = _copy(x)
-        return out, primitives.all_reduce(group, out, op, async_op)
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
+        op, out = self._reduction(x), _copy(x)
+        return out, group.collective("all_reduce", out, out, op, async_op=async_op)
 
 
-class Reduce(FunctionalCollective):
+class Reduce(_Collective):
     """Every rank's tensors combined on the root; zeros elsewhere."""
 
-    name, schema, elementwise = "reduce", "str op, int root", True
-
-    def __init__(self, op: str, root: int) -> None:
-        self.op, self.root = op, root
-
-    @property
-    def keeps_input(self) -> bool:
-        return self.op in _NONLINEAR
+    name, schema, adjoint_name, elementwise = "reduce", "str op, int root", "broadcast", True
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        op = reduction(self.op)
-        check_reduction(op, x.dtype)
-        options = Options(op, self.root, asyncOp=async_op)
-        if group.rank() == self.root:
-            out = _copy(x)
-            return out, group.reduce([out], options)
-        source = _copy(x) if async_op else x
-        return x.new_zeros(x.shape), group.reduce([source], options)
+        op, at_root = self._reduction(x), group.rank() == self.root
+        source = _copy(x) if async_op or at_root else x
+        out = source if at_root else x.new_zeros(x.shape)
+        target = out if at_root else None
+        return out, group.collective("reduce", source, target, op, self.root, async_op=async_op)
+
+
+class Broadcast(_Collective):
+    """The root's tensor, on every rank."""
+
+    name, schema, adjoint_name, elementwise = "broadcast", "int root", "reduce", True
+
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        out = _copy(x) if group.rank() == self.root else empty_like(x)
+        return out, group.collective("broadcast", None, out, None, self.root, async_op=async_op)
+
+
+class Permute(_Collective):
+    """The tensor of the rank that sends to this rank; zeros if no rank does."""
+
+    name, schema, elementwise = "permute_tensor", "int[] destinations", True
+    #: The destination of each rank; -1 for none.
+    destinations: Sequence[int]
+
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        _check_count(self.destinations, group, "destinations")
+        me, size = group.rank(), group.size()
+        sources = inverse(self.destinations)
+        sent, received = [0] * size, [0] * size
+        if self.destinations[me] >= 0:
+            sent[self.destinations[me]] = x.numel()
+        source = _front(x, 0, async_op).view(-1)[: sum(sent)]
+        if sources[me] < 0:
+            out = x.new_zeros(x.shape)
+        else:
+            out = empty_like(x)
+            received[sources[me]] = x.numel()
+        target = out.view(-1)[: sum(received)]
+        rows = sent, received
+        return out, group.collective(
+            "all_to_all_single", source, target, rows=rows, async_op=async_op
+        )
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
+        return run(Permute, grad, group, inverse(self.destinations))
 
 
-class ReduceScatter(FunctionalCollective):
-    """Every rank's tensors combined; this rank's rows of the result."""
+def inverse(destinations: Sequence[int]) -> list[int]:
+    """For each rank, the rank that sends to it; -1 if no rank does.
 
-    name, schema = "reduce_scatter_tensor", "str op, int dim, SymInt[] rows"
+    ``destinations`` has, for each rank, the rank that it sends to, or -1.
+    """
+    sources = [-1] * len(destinations)
+    for source, destination in enumerate(destinations):
+        if destination >= 0:
+            sources[destination] = source
+    return sources
 
-    def __init__(self, op: str, dim: int, rows: Sequence[int]) -> None:
-        self.op, self.dim, self.rows = op, dim, rows
 
-    @property
-    def keeps_input(self) -> bool:
-        return self.op in _NONLINEAR
+# -- rows ------------------------------------------------------------------------------------
+
+
+class _Rows(_Collective):
+    """Moves the rows of each rank: their places in the tensors follow from the table of forms."""
+
+    #: The forms (in ``FORMS``) for ranks with equal and with different numbers of rows.
+    even: ClassVar[str]
+    uneven: ClassVar[str]
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        op = reduction(self.op)
-        check_reduction(op, x.dtype)
-        _check_rows(self.rows, group, x.shape[self.dim])
+        form = FORMS[self.even if _even(self.rows) else self.uneven]
+        op = self._reduction(x) if form.reduces else None
+        root = self.root if form.root else 0
+        is_root = group.rank() == root
+        if form.inputs.parts == "one":
+            _check_rows(self.rows, group)
+            _check_own_rows(self.rows, group, x.shape[self.dim])
+        else:
+            known = form.inputs.is_here(is_root)
+            _check_rows(self.rows, group, x.shape[self.dim] if known else None)
         source = _front(x, self.dim, async_op)
-        out = _with_rows(x, self.dim, self.rows[group.rank()])
-        target = _rows_first(out, self.dim)
-        if _even(self.rows):
-            return out, primitives.reduce_scatter_tensor(group, target, source, op, async_op)
-        inputs = _parts(source, self.rows)
-        return out, primitives.reduce_scatter(group, target, inputs, op, async_op)
+        out = _with_rows(x, self.dim, self._count(form.outputs, group.rank))
+        inputs, outputs = (
+            self._divided(side, tensor) if side.is_here(is_root) else None
+            for side, tensor in (
+                (form.inputs, source),
+                (form.outputs, _rows_first(out, self.dim)),
+            )
+        )
+        return out, group.collective(form.name, inputs, outputs, op, root, async_op=async_op)
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _with_rows(x, self.dim, self._count(FORMS[self.uneven].outputs, group_rank))
+
+    def _count(self, side: Side, group_rank: Rank) -> int:
+        """The number of rows that this rank's tensor has."""
+        if side.parts == "one":
+            return self.rows[0] if _even(self.rows) else self.rows[group_rank()]
+        return sum(self.rows) if not side.at_root or group_rank() == self.root else 0
+
+    def _divided(self, side: Side, tensor: Tensor) -> Tensor | list[Tensor]:
+        return list(torch.split(tensor, list(self.rows))) if side.parts == "each" else tensor
+
+
+class AllGather(_Rows):
+    """Every rank's rows, one after the other, on every rank."""
+
+    name, schema, adjoint_name = (
+        *("all_gather_tensor", "int dim, SymInt[] rows"),
+        "reduce_scatter_tensor",
+    )
+    even, uneven = "all_gather_into_tensor", "all_gather"
+
+
+class ReduceScatter(_Rows):
+    """Every rank's tensors combined; this rank's rows of the result."""
+
+    name, schema, adjoint_name = (
+        *("reduce_scatter_tensor", "str op, int dim, SymInt[] rows"),
+        "all_gather_tensor",
+    )
+    even, uneven = "reduce_scatter_tensor", "reduce_scatter"
+
+
+class Gather(_Rows):
+    """Every rank's rows, one after the other, on the root; no rows elsewhere."""
+
+    name, schema, adjoint_name = "gather", "int root, int dim, SymInt[] rows", "scatter"
+    even = uneven = "gather"
+
+
+class Scatter(_Rows):
+    """This rank's rows of the root's tensor."""
+
+    name, schema, adjoint_name = "scatter", "int root, int dim, SymInt[] rows", "gather"
+    even = uneven = "scatter"
+
+
+class AllToAll(_Collective):
+    """The rows that each rank sends to this rank, one after the other."""
+
+    name, schema = "all_to_all_single", "SymInt[] received, SymInt[] sent"
+    received: Sequence[int]
+    sent: Sequence[int]
+
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        _check_rows(self.received, group)
+        _check_rows(self.sent, group, x.shape[0])
+        source = _front(x, 0, async_op)
+        out = _with_rows(x, 0, sum(self.received))
+        rows = list(self.sent), list(self.received)
+        return out, group.collective(self.name, source, out, rows=rows, async_op=async_op)
+
+    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
+        return _with_rows(x, 0, sum(self.received))
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
+        return run(AllToAll, grad, group, self.sent, self.received)
+
+
+# -- one value that all ranks hold ---------------------------------------------------------
+
+
+class CopyToGroup(_Collective):
+    """The tensor itself; gradients are summed over the ranks."""
+
+    name, schema, adjoint_name, local, elementwise = (
+        *("copy_to_group", "", "reduce_from_group"),
+        *(True, True),
+    )
+
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        return x.view_as(x), None
+
+
+class ReduceFromGroup(AllReduce):
+    """Every rank's tensors summed, on every rank; gradients pass unchanged."""
+
+    name, schema, adjoint_name = "reduce_from_group", "", "copy_to_group"
+
+
+class ScatterToGroup(_Collective):
+    """This rank's rows of a tensor that all ranks hold; gradients are gathered."""
+
+    name, schema, adjoint_name, local = (
+        *("scatter_to_group", "int dim, SymInt[] rows"),
+        *("gather_from_group", True),
+    )
+
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        _check_rows(self.rows, group, x.shape[self.dim])
+        me = group.rank()
+        return x.narrow(self.dim, sum(self.rows[:me]), self.rows[me]).clone(), None
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
-        return _with_rows(x, self.dim, rows)
+        return empty_like(x.narrow(self.dim, 0, rows))
 
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        total = run(AllGather, grad, group, self.dim, self.rows)
-        return pull_back(self.op, x, total, group)
 
+class GatherFromGroup(AllGather):
+    """Every rank's rows, on every rank. Backward: this rank's rows of the result's gradient."""
+
+    name, adjoint_name = "gather_from_group", "scatter_to_group"
+
+
+# -- adjoints of reductions ------------------------------------------------------------------
 
 #: Reductions whose adjoints need the rank's input, not only the gradient.
 _NONLINEAR = frozenset({"min", "max", "product"})
@@ -154,231 +325,6 @@ def _product_of_others(x: Tensor, group: GroupOrName) -> Tensor:
     return everyone.masked_fill(mine, 1).prod(0)
 
 
-# -- moves -----------------------------------------------------------------------------------
-
-
-class AllGather(FunctionalCollective):
-    """Every rank's rows, one after the other, on every rank."""
-
-    name, schema = "all_gather_tensor", "int dim, SymInt[] rows"
-
-    def __init__(self, dim: int, rows: Sequence[int]) -> None:
-        self.dim, self.rows = dim, rows
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        _check_rows(self.rows, group)
-        _check_own_rows(self.rows, group, x.shape[self.dim])
-        source = _front(x, self.dim, async_op)
-        out = _with_rows(x, self.dim, sum(self.rows))
-        target = _rows_first(out, self.dim)
-        if _even(self.rows):
-            return out, primitives.all_gather_into_tensor(group, target, source, async_op)
-        return out, primitives.all_gather(group, _parts(target, self.rows), source, async_op)
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _with_rows(x, self.dim, sum(self.rows))
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(ReduceScatter, grad, group, "sum", self.dim, self.rows)
-
-
-class AllToAll(FunctionalCollective):
-    """The rows that each rank sends to this rank, one after the other."""
-
-    name, schema = "all_to_all_single", "SymInt[] received, SymInt[] sent"
-
-    def __init__(self, received: Sequence[int], sent: Sequence[int]) -> None:
-        self.received, self.sent = received, sent
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        _check_rows(self.received, group)
-        _check_rows(self.sent, group, x.shape[0])
-        source = _front(x, 0, async_op)
-        out = _with_rows(x, 0, sum(self.received))
-        rows = list(self.sent), list(self.received)
-        return out, primitives.all_to_all_single(group, out, source, rows, async_op)
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _with_rows(x, 0, sum(self.received))
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(AllToAll, grad, group, self.sent, self.received)
-
-
-class Broadcast(FunctionalCollective):
-    """The root's tensor, on every rank."""
-
-    name, schema, elementwise = "broadcast", "int root", True
-
-    def __init__(self, root: int) -> None:
-        self.root = root
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        out = _copy(x) if group.rank() == self.root else empty_like(x)
-        return out, primitives.broadcast(group, out, self.root, async_op)
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(Reduce, grad, group, "sum", self.root)
-
-
-class Gather(FunctionalCollective):
-    """Every rank's rows, one after the other, on the root; no rows elsewhere."""
-
-    name, schema = "gather", "int root, int dim, SymInt[] rows"
-
-    def __init__(self, root: int, dim: int, rows: Sequence[int]) -> None:
-        self.root, self.dim, self.rows = root, dim, rows
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        _check_rows(self.rows, group)
-        _check_own_rows(self.rows, group, x.shape[self.dim])
-        source = _front(x, self.dim, async_op)
-        at_root = group.rank() == self.root
-        out = _with_rows(x, self.dim, sum(self.rows) if at_root else 0)
-        lists = [_parts(_rows_first(out, self.dim), self.rows)] if at_root else []
-        work = group.gather(lists, [source], Options(rootRank=self.root, asyncOp=async_op))
-        return out, work
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        rows = sum(self.rows) if group_rank() == self.root else 0
-        return _with_rows(x, self.dim, rows)
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(Scatter, grad, group, self.root, self.dim, self.rows)
-
-
-class Scatter(FunctionalCollective):
-    """This rank's rows of the root's tensor."""
-
-    name, schema = "scatter", "int root, int dim, SymInt[] rows"
-
-    def __init__(self, root: int, dim: int, rows: Sequence[int]) -> None:
-        self.root, self.dim, self.rows = root, dim, rows
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        at_root = group.rank() == self.root
-        _check_rows(self.rows, group, x.shape[self.dim] if at_root else None)
-        source = _front(x, self.dim, async_op)
-        out = _with_rows(x, self.dim, self.rows[group.rank()])
-        target = _rows_first(out, self.dim)
-        lists = [_parts(source, self.rows)] if at_root else []
-        work = group.scatter([target], lists, Options(rootRank=self.root, asyncOp=async_op))
-        return out, work
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
-        return _with_rows(x, self.dim, rows)
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(Gather, grad, group, self.root, self.dim, self.rows)
-
-
-class Permute(FunctionalCollective):
-    """The tensor of the rank that sends to this rank; zeros if no rank does."""
-
-    name, schema, elementwise = "permute_tensor", "int[] destinations", True
-
-    def __init__(self, destinations: Sequence[int]) -> None:
-        #: The destination of each rank; -1 for none.
-        self.destinations = destinations
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        _check_count(self.destinations, group, "destinations")
-        me, size = group.rank(), group.size()
-        sources = inverse(self.destinations)
-        sent, received = [0] * size, [0] * size
-        if self.destinations[me] >= 0:
-            sent[self.destinations[me]] = x.numel()
-        source = _front(x, 0, async_op).view(-1)[: sum(sent)]
-        if sources[me] < 0:
-            out = x.new_zeros(x.shape)
-        else:
-            out = empty_like(x)
-            received[sources[me]] = x.numel()
-        target = out.view(-1)[: sum(received)]
-        work = group.alltoall_single(target, source, received, sent, Options(asyncOp=async_op))
-        return out, work
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(Permute, grad, group, inverse(self.destinations))
-
-
-def inverse(destinations: Sequence[int]) -> list[int]:
-    """For each rank, the rank that sends to it; -1 if no rank does.
-
-    ``destinations`` has, for each rank, the rank that it sends to, or -1.
-    """
-    sources = [-1] * len(destinations)
-    for source, destination in enumerate(destinations):
-        if destination >= 0:
-            sources[destination] = source
-    return sources
-
-
-# -- one value that all ranks hold ---------------------------------------------------------
-
-
-class CopyToGroup(FunctionalCollective):
-    """The tensor itself; gradients are summed over the ranks."""
-
-    name, schema, local, elementwise = "copy_to_group", "", True, True
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        return x.view_as(x), None
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(ReduceFromGroup, grad, group)
-
-
-class ReduceFromGroup(FunctionalCollective):
-    """Every rank's tensors summed, on every rank; gradients pass unchanged."""
-
-    name, schema, elementwise = "reduce_from_group", "", True
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        return AllReduce("sum").start(group, x, async_op)
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(CopyToGroup, grad, group)
-
-
-class ScatterToGroup(FunctionalCollective):
-    """This rank's rows of a tensor that all ranks hold; gradients are gathered."""
-
-    name, schema, local = "scatter_to_group", "int dim, SymInt[] rows", True
-
-    def __init__(self, dim: int, rows: Sequence[int]) -> None:
-        self.dim, self.rows = dim, rows
-
-    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        _check_rows(self.rows, group, x.shape[self.dim])
-        me = group.rank()
-        return x.narrow(self.dim, sum(self.rows[:me]), self.rows[me]).clone(), None
-
-    def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        rows = self.rows[0] if _even(self.rows) else self.rows[group_rank()]
-        return empty_like(x.narrow(self.dim, 0, rows))
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(GatherFromGroup, grad, group, self.dim, self.rows)
-
-
-class GatherFromGroup(AllGather):
-    """Every rank's rows, on every rank. Backward: this rank's rows of the result's gradient."""
-
-    name = "gather_from_group"
-
-    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        return run(ScatterToGroup, grad, group, self.dim, self.rows)
-
-
-#: Every collective, to be registered as an operator.
-KINDS: tuple[type[FunctionalCollective], ...] = (
-    *(AllReduce, Reduce, ReduceScatter, AllGather, AllToAll, Broadcast, Gather, Scatter),
-    *(Permute, CopyToGroup, ReduceFromGroup, ScatterToGroup, GatherFromGroup),
-)
-
-
 # -- shapes and memory -----------------------------------------------------------------------
 
 
@@ -406,10 +352,6 @@ def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]
     order = [dim, *(other for other in range(len(shape)) if other != dim)]
     return torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
-
-
-def _parts(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    return list(torch.split(tensor, list(rows)))
 
 
 def _even(rows: Sequence[int]) -> bool:

@@ -19,8 +19,13 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.fx.node import has_side_effect
 
 from tilework.comm.contract import Work
-from tilework.comm.functional.kinds import KINDS
-from tilework.comm.functional.running import FunctionalCollective, begin, check_batched, group_named
+from tilework.comm.functional.running import (
+    KINDS,
+    FunctionalCollective,
+    begin,
+    check_batched,
+    group_named,
+)
 
 _library = torch.library.Library("tilework", "DEF")  # type: ignore[no-untyped-call]
 
@@ -88,7 +93,7 @@ def _setup(kind: type[FunctionalCollective]) -> Callable[..., None]:
 
 
 def _backward(kind: type[FunctionalCollective]) -> Callable[..., tuple[Any, ...]]:
-    others = kind.schema.count(",") + 2 if kind.schema else 1
+    others = len(kind.parameters) + 1
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x = ctx.saved_tensors[0] if ctx.collective.keeps_input else None
@@ -138,6 +143,6 @@ def _like(ticket: Tensor) -> Tensor:
     )
 
 
-for _kind in KINDS:
+for _kind in KINDS.values():
     _register(_kind)
 _register_wait()

@@ -34,10 +34,14 @@ class MeshLike(Protocol):
     def get_group(self, mesh_dim: Any = None) -> Any: ...
 
 
+#: Every collective by name, to be registered as an operator.
+KINDS: dict[str, type[FunctionalCollective]] = {}
+
+
 class FunctionalCollective(ABC):
     """A collective with its static arguments: an operation from a tensor to a new tensor.
 
-    The constructor takes the arguments that ``schema`` lists.
+    The constructor takes the arguments that ``schema`` lists, and sets attributes of their names.
     """
 
     #: The operator's name.
@@ -48,6 +52,17 @@ class FunctionalCollective(ABC):
     local: ClassVar[bool] = False
     #: True if every element is treated equally at every place: then torch.vmap can map it.
     elementwise: ClassVar[bool] = False
+    #: The names of the arguments.
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            cls.parameters = tuple(text.split()[1] for text in cls.schema.split(", ") if text)
+            KINDS[cls.name] = cls
+
+    def __init__(self, *args: Any) -> None:
+        for name, value in zip(self.parameters, args, strict=True):
+            setattr(self, name, value)
 
     @property
     def keeps_input(self) -> bool:

@@ -3,7 +3,7 @@
 Functional collectives (``comm.functional.kinds``) divide one dim in the order of ranks, and check
 this at each call. A step divides by boxes: ranks may hold a dim's shards in any order, results are
 contiguous for any dim, and everything is prepared before the first run. Steps therefore share only
-the start of a collective (``comm.functional.primitives``) with functional collectives, and not the
+the start of a collective (``ProcessGroup.collective``) with functional collectives, and not the
 division of memory.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tilework.comm.backends.per_device import backend_for
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.functional import primitives
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, check_reduction
 from tilework.comm.transfer.identity_element import identity_element
 from tilework.comm.transfer.large_buffers import LARGE_BYTES, empty_tensor
@@ -183,9 +182,8 @@ def _all_gather(ends: _Ends) -> RunStep:
 
         def run(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
             out = ends.empty(x)
-            return out, primitives.all_gather_into_tensor(
-                group, out, _stable(x, async_op), async_op
-            )
+            source = _stable(x, async_op)
+            return out, group.collective("all_gather_into_tensor", source, out, async_op=async_op)
 
         return run
     if not division.even and not group.uneven_sizes:
@@ -193,7 +191,8 @@ def _all_gather(ends: _Ends) -> RunStep:
 
     def run_regions(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
         out = ends.empty(x)
-        return out, primitives.all_gather(group, division(out), _stable(x, async_op), async_op)
+        source = _stable(x, async_op)
+        return out, group.collective("all_gather", source, division(out), async_op=async_op)
 
     return run_regions
 
@@ -219,7 +218,7 @@ def _exchange(ends: _Ends, sent: _Division | None, received: _Division) -> RunSt
         out = ends.empty(x)
         x = _stable(x, async_op)
         inputs = [x] * size if sent is None else sent(x)
-        return out, primitives.all_to_all(group, received(out), inputs, async_op)
+        return out, group.collective("all_to_all", inputs, received(out), async_op=async_op)
 
     return run
 
@@ -229,7 +228,7 @@ def _all_reduce(ends: _Ends, op: AnyReduceOp) -> RunStep:
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
         out = _copy(x)
-        return out, primitives.all_reduce(group, out, op, async_op)
+        return out, group.collective("all_reduce", out, out, op, async_op=async_op)
 
     return run
 
@@ -240,7 +239,7 @@ def _reduce_scatter(ends: _Ends, op: AnyReduceOp) -> RunStep:
 
         def run(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
             out, x = ends.empty(x), _stable(x, async_op).contiguous()
-            return out, primitives.reduce_scatter_tensor(group, out, x, op, async_op)
+            return out, group.collective("reduce_scatter_tensor", x, out, op, async_op=async_op)
 
         return run
     if not division.even and not group.uneven_sizes:
@@ -252,7 +251,7 @@ def _reduce_scatter(ends: _Ends, op: AnyReduceOp) -> RunStep:
             _copy(region) if async_op or not region.is_contiguous() else region
             for region in division(x)
         ]
-        return out, primitives.reduce_scatter(group, out, inputs, op, async_op)
+        return out, group.collective("reduce_scatter", inputs, out, op, async_op=async_op)
 
     return run_regions
 
