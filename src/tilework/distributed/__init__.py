@@ -43,26 +43,11 @@ from tilework.comm.groups import (
     shrink_group,
     split_group,
 )
+from tilework.comm.operations import collectives
 from tilework.comm.operations import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.comm.operations.breakpoints import breakpoint
 from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager
-from tilework.comm.operations.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-)
+from tilework.comm.operations.collectives import *  # noqa: F403
 from tilework.comm.operations.find_stragglers import find_stragglers
 from tilework.comm.operations.objects import (
     all_gather_object,
@@ -127,7 +112,8 @@ from tilework.store import (
 AllgatherOptions = AllreduceOptions = AllreduceCoalescedOptions = AllToAllOptions = Options
 BarrierOptions = BroadcastOptions = GatherOptions = ReduceOptions = Options
 ReduceScatterOptions = ScatterOptions = Options
-all_gather_single, reduce_scatter_single = all_gather_into_tensor, reduce_scatter_tensor
+all_gather_single = collectives.all_gather_into_tensor
+reduce_scatter_single = collectives.reduce_scatter_tensor
 
 __all__ = [
     "AllToAllOptions",
@@ -170,27 +156,17 @@ __all__ = [
     "UnixStore",
     "Work",
     "abort_process_group",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
     "all_gather_object",
     "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
     "assert_same",
-    "barrier",
     "batch_isend_irecv",
     "breakpoint",
-    "broadcast",
     "broadcast_object_list",
     "coalescing_manager",
     "default_pg_timeout",
     "destroy_process_group",
     "distributed_c10d",
     "find_stragglers",
-    "gather",
     "gather_object",
     "get_backend",
     "get_backend_config",
@@ -222,7 +198,6 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "make_premul_sum",
-    "monitored_barrier",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
@@ -232,13 +207,9 @@ __all__ = [
     "record_comm",
     "recv",
     "recv_object_list",
-    "reduce",
-    "reduce_scatter",
     "reduce_scatter_single",
-    "reduce_scatter_tensor",
     "register_rendezvous_handler",
     "rendezvous",
-    "scatter",
     "scatter_object_list",
     "send",
     "send_object_list",
@@ -249,6 +220,7 @@ __all__ = [
     "store_based_barrier",
     "supports_complex",
 ]
+__all__ += collectives.__all__
 
 
 if not TYPE_CHECKING:  # which would take any name for one that is here

@@ -40,6 +40,26 @@ from tilework.comm.per_call.torch_names import torch_names
 from tilework.comm.reduce_op import AnyReduceOp
 from tilework.comm.world import AnyGroup
 
+__all__ = [
+    "all_gather_into_tensor_coalesced",
+    "all_gather_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "broadcast",
+    "copy_to_group",
+    "gather",
+    "gather_from_group",
+    "permute_tensor",
+    "reduce",
+    "reduce_from_group",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "scatter_to_group",
+    "wait_tensor",
+]
+
 #: The ``group`` of functional collectives.
 Group = AnyGroup | str | MeshLike | tuple[MeshLike, int | str] | Sequence[int]
 #: The ``op`` of functional collectives: a ReduceOp, or the name of a reduction ("sum").
