@@ -6,6 +6,7 @@
 //   barrier                   1                      none
 //   all_reduce, small         1                      n + N n
 //   all_reduce, large         n / slot + 1           n + 2 n (see reduce_chunked)
+//   scan, exscan              n / slot               n + the inputs of the ranks before
 //   broadcast, all_gather,    longest / slot         own + all that is received
 //   gather
 //   scatter, all_to_all,      longest (N-1) / slot   all that is sent + all that is received
@@ -147,12 +148,13 @@ void move_data(Exchange& x) {
 
 }  // namespace
 
-void reduce_blocks(Exchange& x, char* to, size_t bytes) {
+void reduce_blocks(Exchange& x, char* to, size_t bytes, int begin, int end) {
   auto& sources = x.sources();
+  if (end < 0) end = x.size;
   for (size_t done = 0; done < bytes; done += kBlock) {
     const size_t block = std::min(kBlock, bytes - done);
-    x.operation.reduction(to + done, sources.data(), x.factors().data(), x.size,
-                          elements(x.operation, block));
+    x.operation.reduction(to + done, sources.data() + begin, x.factors().data() + begin,
+                          end - begin, elements(x.operation, block));
     for (auto& source : sources) source = static_cast<const char*>(source) + block;
   }
 }
@@ -330,11 +332,33 @@ void reduce(Exchange& x) {
     reduce_chunked(x, input, output);
 }
 
+/// scan and exscan: each rank publishes the input, and reduces the inputs of the ranks from the root to
+/// itself; an exscan leaves out the own input, and leaves the root's output as it is.
+void scan(Exchange& x) {
+  const Buffer input = x.operation.inputs[0], output = x.operation.outputs[0];
+  const int own = x.operation.kind == OpKind::kScan ? 1 : 0;
+  const bool upwards = x.operation.root == 0;
+  const int begin = upwards ? 0 : x.rank + 1 - own, end = upwards ? x.rank + own : x.size;
+  const Cell cell = {0, x.slot_bytes};
+  size_t offset = 0;
+  do {
+    const Buffer mine = slice(input, offset, x.slot_bytes);
+    if (x.size > 1) put(x, x.slot(cell, mine.bytes), mine);
+    x.round();
+    for (int peer = 0; peer < x.size; ++peer)
+      x.sources()[peer] = peer == x.rank ? mine.data : x.slot_of(peer, cell, mine.bytes);
+    if (begin < end) reduce_blocks(x, output.data + offset, mine.bytes, begin, end);
+    offset += x.slot_bytes;
+  } while (offset < input.bytes);
+}
+
 void run(Exchange& x) {
   switch (x.operation.kind) {
     case OpKind::kBarrier: return x.round();
     case OpKind::kAllReduce:
     case OpKind::kReduce: return reduce(x);
+    case OpKind::kScan:
+    case OpKind::kExscan: return scan(x);
     case OpKind::kReduceScatter: return reduce_scatter(x);
     default: return move_data(x);
   }

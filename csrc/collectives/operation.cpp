@@ -88,7 +88,9 @@ Arity arity(OpKind kind, bool root, int size) {
   switch (kind) {
     case OpKind::kBarrier: return {0, 0};
     case OpKind::kBroadcast: return {0, 1};
-    case OpKind::kAllReduce: return {1, 1};
+    case OpKind::kAllReduce:
+    case OpKind::kScan:
+    case OpKind::kExscan: return {1, 1};
     case OpKind::kReduce: return {1, root ? 1 : 0};
     case OpKind::kAllGather: return {1, size};
     case OpKind::kGather: return {1, root ? size : 0};

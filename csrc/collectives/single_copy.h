@@ -13,8 +13,8 @@
 
 namespace tilework {
 
-/// Reduce `bytes` bytes at sources() into `to`, block by block.
-void reduce_blocks(Exchange& x, char* to, size_t bytes);
+/// Reduce `bytes` bytes at sources() of ranks from `begin` to before `end` into `to`, block by block; -1: all.
+void reduce_blocks(Exchange& x, char* to, size_t bytes, int begin = 0, int end = -1);
 
 /// A long all_reduce or reduce through the outboxes. `output` is null on ranks that do not want it.
 void reduce_chunked(Exchange& x, const Buffer& input, char* output);

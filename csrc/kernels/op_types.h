@@ -11,14 +11,16 @@ enum class OpKind : uint8_t {
   kBroadcast,
   kAllReduce,
   kReduce,
+  kScan,
+  kExscan,
   kAllGather,
   kGather,
   kScatter,
   kReduceScatter,
   kAllToAll
 };
-constexpr const char* kKindNames[] = {"barrier", "broadcast",      "all_reduce",
-                                      "reduce",  "all_gather",     "gather",
+constexpr const char* kKindNames[] = {"barrier", "broadcast",      "all_reduce", "reduce",
+                                      "scan",    "exscan",         "all_gather", "gather",
                                       "scatter", "reduce_scatter", "all_to_all"};
 
 enum class DType : uint8_t {
@@ -75,8 +77,13 @@ inline const char* reduce_op_name(unsigned op) {
   return op < kReduceOps ? kReduceOpNames[op] : "?";
 }
 
+/// True if each rank gets the reduction of a part of the ranks. The root is then the end of the group
+/// from which ranks are counted: the first or the last rank.
+inline bool scans(OpKind kind) { return kind == OpKind::kScan || kind == OpKind::kExscan; }
+
 inline bool reduces(OpKind kind) {
-  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || scans(kind) ||
+         kind == OpKind::kReduceScatter;
 }
 
 /// True if one rank sends everything, or receives it.

@@ -494,6 +494,10 @@ class ProcessGroup(_Slots):
         "all_reduce", "Combine ``tensors[0]`` over all ranks, in place on every rank."
     )
     reduce = _method("reduce", "Combine ``tensors[0]`` over all ranks on the root.")
+    scan = _method(
+        "scan", "``tensors[0]`` becomes those of the ranks up to this one combined, in place."
+    )
+    exscan = _method("exscan", ":meth:`scan` without this rank's own tensor.")
     allgather = _method("all_gather", "``outputs[0][r]`` becomes rank r's ``inputs[0]``.")
     allgather_into_tensor = _method(
         "all_gather_into_tensor",

@@ -24,6 +24,8 @@ Kind = Literal[
     "broadcast",
     "all_reduce",
     "reduce",
+    "scan",
+    "exscan",
     "all_gather",
     "gather",
     "scatter",
@@ -138,7 +140,10 @@ def _side(text: str) -> Side:
 
 
 #: Kinds that combine the ranks' inputs.
-REDUCING: frozenset[Kind] = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+REDUCING: frozenset[Kind] = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan", "exscan"})
+#: Kinds that give each rank the reduction of the ranks before it. The root is the rank from which
+#: ranks are counted: the group's first or last.
+SCANS: frozenset[Kind] = frozenset({"scan", "exscan"})
 
 #: All collectives, by the name of the public function.
 FORMS: dict[str, Form] = {
@@ -148,6 +153,8 @@ FORMS: dict[str, Form] = {
         _form("broadcast", "broadcast", "broadcast", "", "one tensor", "src"),
         _form("all_reduce", "allreduce", "all_reduce", "one tensor", "one tensor"),
         _form("reduce", "reduce", "reduce", "one tensor", "one tensor at root", "dst"),
+        _form("scan", "scan", "scan", "one tensor", "one tensor"),
+        _form("exscan", "exscan", "exscan", "one tensor", "one tensor"),
         _form("all_gather", "allgather", "all_gather", "one tensor", "each tensor_list"),
         _form(
             *("all_gather_into_tensor", "allgather_into_tensor", "all_gather"),
@@ -182,7 +189,7 @@ MANY_OUTPUTS: frozenset[Kind] = frozenset(
     form.kind for form in FORMS.values() if form.outputs.parts in ("each", "whole")
 )
 #: Kinds with a rank that is different from the others.
-ROOTED: frozenset[Kind] = frozenset(form.kind for form in FORMS.values() if form.root)
+ROOTED: frozenset[Kind] = SCANS.union(form.kind for form in FORMS.values() if form.root)
 
 #: A contiguous tensor, or N of them. In the place of N tensors, one tensor stands for N equal parts
 #: in memory order.
@@ -201,6 +208,7 @@ class Operation:
     broadcast                               1 (the root's is the source)
     all_reduce      1                       1
     reduce          1                       1 at the root
+    scan, exscan    1                       1 (an exscan leaves the root's as it is)
     all_gather      1                       N
     gather          1                       N at the root
     scatter         N at the root           1

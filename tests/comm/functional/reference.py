@@ -97,6 +97,17 @@ def reduce(n: int, shape: Sequence[int], op: str, dst: int) -> Case:
     )
 
 
+def scan(n: int, shape: Sequence[int], op: str, own: bool, reverse: bool) -> Case:
+    def model(xs: Tensors) -> Tensors:
+        terms = [x * factor(r) for r, x in enumerate(xs)] if op == "premul_sum" else xs
+        counted = [terms[r + 1 - own :] if reverse else terms[: r + own] for r in range(n)]
+        return [sum(some, 0 * x) for some, x in zip(counted, xs, strict=True)]
+
+    call = functional.scan if own else functional.exscan
+    title = f"{call.__name__} {op} {reverse}"
+    return Case(title, n, alike(n, shape), lambda x: call(x, given(op), None, reverse), model)
+
+
 def broadcast(n: int, shape: Sequence[int], src: int) -> Case:
     return Case(
         f"broadcast from {src}",
@@ -201,7 +212,7 @@ def cases(draw: st.DrawFn, ops: Sequence[str] = OPS) -> Case:
     root = draw(st.integers(0, n - 1))
     op = draw(st.sampled_from(ops))
     sizes = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
-    kind = draw(st.integers(0, 8))
+    kind = draw(st.integers(0, 9))
     if kind == 7:
         row = st.lists(st.integers(0, 2), min_size=n, max_size=n)
         return all_to_all(n, shape, draw(st.lists(row, min_size=n, max_size=n)))
@@ -210,6 +221,9 @@ def cases(draw: st.DrawFn, ops: Sequence[str] = OPS) -> Case:
         silent = draw(st.lists(st.booleans(), min_size=n, max_size=n))
         pairs = zip(order, silent, strict=True)
         return permute(n, shape, [-1 if quiet else to for to, quiet in pairs])
+    if kind == 9:
+        op = "premul_sum" if op == "premul_sum" else "sum"
+        return scan(n, shape, op, draw(st.booleans()), draw(st.booleans()))
     made = (
         lambda: all_reduce(n, shape, op),
         lambda: reduce(n, shape, op, root),

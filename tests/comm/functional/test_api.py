@@ -50,6 +50,8 @@ EVERY: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": functional.all_reduce,
     "reduce": lambda x: functional.reduce(x, dst=0),
     "broadcast": lambda x: functional.broadcast(x, src=0),
+    "scan": functional.scan,
+    "exscan": lambda x: functional.exscan(x, reverse=True),
     "all_gather_tensor": functional.all_gather_tensor,
     "all_gather_tensor along 1": lambda x: functional.all_gather_tensor(x, 1),
     "reduce_scatter_tensor": functional.reduce_scatter_tensor,

@@ -344,6 +344,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "int dim, SymInt[] rows": (1, [4]),
     "SymInt[] received, SymInt[] sent": ([3], [3]),
     "int root": (0,),
+    "str op, bool reverse": ("sum", True),
     "int root, int dim, SymInt[] rows": (0, 1, [4]),
     "int[] destinations": ([0],),
     "": (),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Engine
@@ -44,9 +45,20 @@ from tilework.comm.contract import (
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
-from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts, Side, is_absent
+from tilework.comm.forms import (
+    MANY_INPUTS,
+    MANY_OUTPUTS,
+    SCANS,
+    Operation,
+    Parts,
+    Side,
+    is_absent,
+    op_type,
+)
 from tilework.comm.per_call import profiling, provenance_digest
 from tilework.comm.per_call.callsite import call_site
+from tilework.comm.reduce_op import RedOpType
+from tilework.comm.transfer.identity_element import identity_element
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -99,6 +111,9 @@ class NativeGroup(ProcessGroup):
                 (form.outputs, operation.outputs),
             )
         )
+        op = op_type(operation.reduce_op)
+        if form.kind in SCANS and op == "avg":
+            raise ValueError(f"{form.name} has no AVG: use SUM, and divide by the number of ranks")
         operation.label = _label(operation, inputs, outputs)
         as_real = not form.reduces
         operation.inputs = _prepared(
@@ -111,6 +126,12 @@ class NativeGroup(ProcessGroup):
                 *(form.outputs, outputs, operation.out_rows),
                 lambda tensor: stand_in(tensor, operation, as_real),
             )
+        if form.kind == "exscan" and at_root:  # engines leave this output as it is
+            target = _as_list(outputs)[0].detach()
+            value = identity_element(RedOpType(op.removeprefix("premul_")), target.dtype)
+            identity = torch.tensor(value, dtype=target.dtype, device=target.device)
+            operation.outputs = [identity.expand(target.shape).contiguous()]
+            operation.copy_back = [(target, operation.outputs[0])]
         return self._start(operation, _as_list(outputs))
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "all_to_all_single",
     "broadcast",
     "copy_to_group",
+    "exscan",
     "gather",
     "gather_from_group",
     "permute_tensor",
@@ -55,6 +56,7 @@ __all__ = [
     "reduce_from_group",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
+    "scan",
     "scatter",
     "scatter_to_group",
     "wait_tensor",
@@ -106,6 +108,46 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None) -> Tensor:
         [20.0, 20.0]
     """
     return run(kinds.AllReduce, tensor, named(group), op_text(op))
+
+
+def scan(tensor: Tensor, op: Op = "sum", group: Group = None, reverse: bool = False) -> Tensor:
+    """The ``tensor`` of the ranks up to this one combined: the prefix reduction of MPI_Scan.
+
+    Backward: the reversed scan of the gradients, for ``sum`` and ``premul_sum``; other reductions
+    raise NotImplementedError in backward.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        op: The reduction, but ``avg``. Contributions are combined in rank order.
+        reverse: Combine the ranks from this one on.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0], requires_grad=True)
+        ...     y = scan(x)
+        ...     y.sum().backward()  # x has a part in the results of this rank and of those after it
+        ...     return y.item(), x.grad.item()
+        >>> run_ranks(3, program)
+        [(1.0, 3.0), (3.0, 2.0), (6.0, 1.0)]
+    """
+    return run(kinds.Scan, tensor, named(group), op_text(op), reverse)
+
+
+def exscan(tensor: Tensor, op: Op = "sum", group: Group = None, reverse: bool = False) -> Tensor:
+    """:func:`scan` without this rank's own ``tensor``: that of MPI_Exscan.
+
+    On the rank that has no rank before it the result is the reduction of nothing: 0 for ``sum``,
+    1 for ``product``, the largest number for ``min``.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> run_ranks(3, lambda rank: exscan(torch.tensor([rank + 1.0])).item())
+        [0.0, 1.0, 3.0]
+    """
+    return run(kinds.Exscan, tensor, named(group), op_text(op), reverse)
 
 
 def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: Group = None) -> Tensor:

@@ -82,6 +82,33 @@ class Reduce(_Collective):
         return out, group.collective("reduce", source, target, op, self.root, async_op=async_op)
 
 
+class Scan(_Collective):
+    """The tensors of the ranks up to this one combined; of those from this one on if reversed."""
+
+    name, schema, elementwise = "scan", "str op, bool reverse", True
+    reverse: bool
+
+    def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
+        op, out = self._reduction(x), _copy(x)
+        root = group.size() - 1 if self.reverse else 0
+        return out, group.collective(self.name, out, out, op, root, async_op=async_op)
+
+    def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
+        if self.keeps_input:
+            raise NotImplementedError(
+                f"{self.name} by {self.op} has no gradient here: use all_gather_tensor and reduce "
+                f"the rows that count, which autograd differentiates"
+            )
+        total = run(type(self), grad, group, "sum", not self.reverse)
+        return pull_back(self.op, x, total, group)
+
+
+class Exscan(Scan):
+    """The tensors of the ranks before this one combined; of those after it if reversed."""
+
+    name = "exscan"
+
+
 class Broadcast(_Collective):
     """The root's tensor, on every rank."""
 

@@ -39,11 +39,13 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "exscan",
     "gather",
     "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "scan",
     "scatter",
 ]
 
@@ -135,6 +137,58 @@ def reduce(
     """
     root = dst, group_dst
     return _call("reduce", group, async_op, tensor, tensor, op, root)
+
+
+def scan(
+    tensor: Tensor,
+    op: AnyReduceOp = ReduceOp.SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    reverse: bool = False,
+) -> Work | None:
+    """Combine ``tensor`` over the ranks up to this one, in place: MPI's inclusive prefix reduction.
+
+    Args:
+        tensor: The same shape and dtype on every rank; overwritten.
+        op: The reduction, but AVG. Contributions are combined in rank order.
+        reverse: Combine over the ranks from this one on; the same on every rank.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([rank + 1.0])
+        ...     dist.scan(x)
+        ...     return x.item()
+        >>> run_ranks(3, program)
+        [1.0, 3.0, 6.0]
+    """
+    return _call("scan", group, async_op, tensor, tensor, op, reverse=reverse)
+
+
+def exscan(
+    tensor: Tensor,
+    op: AnyReduceOp = ReduceOp.SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    reverse: bool = False,
+) -> Work | None:
+    """:func:`scan` without this rank's own ``tensor``: MPI's exclusive prefix reduction.
+
+    On the rank that has no rank before it ``tensor`` becomes the reduction of nothing: 0 for SUM,
+    1 for PRODUCT, the largest number for MIN.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rows = torch.tensor([rank + 2])
+        ...     dist.exscan(rows)  # where this rank's rows begin among those of all ranks
+        ...     return rows.item()
+        >>> run_ranks(3, program)
+        [0, 2, 5]
+    """
+    return _call("exscan", group, async_op, tensor, tensor, op, reverse=reverse)
 
 
 @_in_core
@@ -481,9 +535,12 @@ def _call(  # noqa: PLR0913
     root: tuple[int | None, int | None] = (None, None),
     rows: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
     timeout: timedelta | None = None,
+    reverse: bool = False,
 ) -> Work | None:
-    """Make the record of a call, and run it; ``root`` is a global rank and a group rank, of which
-    the caller gave one.
+    """Make the record of a call, and run it.
+
+    ``root`` is a global rank and a group rank, of which the caller gave one. With ``reverse``,
+    ranks are counted from the last.
     """
     pg = member(group, name)
     if pg is None:
@@ -492,6 +549,8 @@ def _call(  # noqa: PLR0913
     operation = Operation.called(name, inputs, outputs, op)
     operation.in_rows, operation.out_rows = rows
     operation.limit = timeout
+    if reverse:
+        operation.root = pg.size() - 1
     if form.root:
         default = pg.global_ranks[0] if form.kind in MANY_INPUTS | MANY_OUTPUTS else None
         operation.root = checks.group_root(pg, *root, form.root, default)

@@ -33,7 +33,7 @@ def noise(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class AllReduceSuite(GroupSuite):
-    """all_reduce and all_reduce_coalesced."""
+    """all_reduce, all_reduce_coalesced, scan and exscan."""
 
     def test_all_reduce(self, n: int, async_op: bool) -> None:
         def body(rank: int) -> None:
@@ -99,6 +99,45 @@ class AllReduceSuite(GroupSuite):
                 dist.all_reduce(tensor)
                 parts = [pattern(r, (self.large,), dtype) for r in range(3)]
                 assert_same(tensor, folded("SUM", parts), dtype)
+
+        self.run(3, body)
+
+    def test_scan(self, n: int, async_op: bool) -> None:
+        def body(rank: int) -> None:
+            for i, case in enumerate(map(Case.writable, self.sums())):
+                tensor, reverse = case.make(rank), bool(i % 2)
+                finish(dist.scan(tensor, async_op=async_op, reverse=reverse), async_op)
+                counted = range(rank, n) if reverse else range(rank + 1)
+                assert_same(tensor, folded("SUM", [case.value(r) for r in counted]), case)
+
+        self.run(n, body)
+
+    def test_exscan_by_every_reduction_of_every_dtype(self, n: int) -> None:
+        def body(rank: int) -> None:
+            for op in (op for op in REDUCE_OPS if op not in ("AVG", "PREMUL_SUM")):
+                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
+                    mine = [pattern(r, (9,), dtype) for r in range(rank + 1)]
+                    tensor = mine[rank].clone()
+                    dist.exscan(tensor, op=reduce_op(op))
+                    before = mine[:rank] or [tensor]  # nothing before it changes nothing
+                    assert_same(tensor, folded(op, before), f"{op} of {dtype}")
+                    if dtype is not torch.uint64:  # folded() counts in int64
+                        assert_same(folded(op, [tensor, mine[rank]]), folded(op, mine), dtype)
+
+        self.run(n, body)
+
+    def test_scan_of_many_chunks_with_each_ranks_own_factor(self) -> None:
+        def body(rank: int) -> None:
+            for dtype in (torch.float32, torch.int8):
+                tensor = pattern(rank, (self.large,), dtype)
+                dist.scan(tensor)
+                parts = [pattern(r, (self.large,), dtype) for r in range(rank + 1)]
+                assert_same(tensor, folded("SUM", parts), dtype)
+            for dtype in (each for each in FLOATS if self.reduces("PREMUL_SUM", each)):
+                tensor = torch.full((5,), 2.0, dtype=dtype)
+                dist.exscan(tensor, op=dist.make_premul_sum(0.5 + rank), reverse=True)
+                assert tensor.tolist() == [sum(1.0 + 2 * r for r in range(rank + 1, 3))] * 5
+            dist.barrier()
 
         self.run(3, body)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilework.comm.backends.hybrid.hosts import Hosts
 from tilework.comm.backends.threads.reference import combine
+from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
 from tilework.comm.forms import Kind, Operation, Parts, op_type, split_parts
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
 
@@ -184,6 +185,14 @@ def reduce(context: StepContext, operation: Operation) -> Step:
     at_root = hosts.me == operation.root
     outputs = _shares(operation.outputs[0].view(-1), hosts) if at_root else []
     context.local("gather", [total], outputs, root=hosts.local.index(operation.root))
+
+
+def scan(context: StepContext, operation: Operation) -> Step:
+    """All-gather; then each rank combines the inputs of the ranks from the root to itself."""
+    source = scan_source(operation)
+    gathered = source.new_empty((context.size, source.numel()))
+    yield from all_gather(context, Operation("all_gather", [source], gathered))
+    scan_gathered(operation, context.hosts.me, gathered)
 
 
 def reduce_scatter(context: StepContext, operation: Operation) -> Step:
@@ -398,6 +407,8 @@ STEPS: dict[Kind, Callable[[StepContext, Operation], Step]] = {
     "broadcast": broadcast,
     "all_reduce": all_reduce,
     "reduce": reduce,
+    "scan": scan,
+    "exscan": scan,
     "all_gather": all_gather,
     "gather": gather,
     "scatter": scatter,

@@ -118,6 +118,39 @@ def _all_to_all(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
     return []
 
 
+def _scan(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
+    counted = shares[scanned(own, rank, len(shares))]
+    if not counted:
+        return []
+    factors = [op_factor(share.operation.reduce_op) for share in counted]
+    with torch.inference_mode():
+        value = combine([share.tensors[0] for share in counted], op_type(own.reduce_op), factors)
+    return [(own.outputs, [value])]
+
+
+def scanned(operation: Operation, rank: int, size: int) -> slice:
+    """The ranks whose inputs a scan combines for ``rank``."""
+    own = operation.kind == "scan"
+    return slice(0, rank + own) if operation.root == 0 else slice(rank + 1 - own, size)
+
+
+def scan_source(operation: Operation) -> Tensor:
+    """This rank's input of a scan, to be gathered: multiplied by the factor of a PREMUL_SUM."""
+    source = operation.inputs[0].view(-1)
+    if op_type(operation.reduce_op) != "premul_sum":
+        return source
+    wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
+    return wide * op_factor(operation.reduce_op)
+
+
+def scan_gathered(operation: Operation, rank: int, gathered: Tensor) -> None:
+    """Finish a scan: the rows of ``gathered`` are from :func:`scan_source` of all ranks."""
+    counted = list(gathered[scanned(operation, rank, len(gathered))])
+    if counted:
+        op = op_type(operation.reduce_op).removeprefix("premul_")
+        copy_flat(operation.outputs[0], combine(counted, op, ()).to(operation.outputs[0].dtype))
+
+
 def _are_parts(tensors: Sequence[Tensor], outputs: Parts) -> bool:
     """True if some of ``tensors`` are in the memory of ``outputs``. No tensor overlaps an output
     without being a part.
@@ -132,6 +165,8 @@ def _are_parts(tensors: Sequence[Tensor], outputs: Parts) -> bool:
 #: The operations in which each rank reads the others' tensors.
 READ_BY_ALL: dict[Kind, Callable[[int, Operation, Sequence[Share]], Writes]] = {
     "broadcast": _broadcast,
+    "scan": _scan,
+    "exscan": _scan,
     "all_gather": _gather,
     "gather": _gather,
     "scatter": _scatter,

@@ -27,12 +27,13 @@ from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.operation_header import disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.tensor_memory import as_bytes
+from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
 from tilework.comm.backends.torch.torch_calls import CALLS, c10d, kind_of
 from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking
-from tilework.comm.forms import Operation, Parts
+from tilework.comm.forms import SCANS, Operation, Parts
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError, DistError
@@ -65,7 +66,14 @@ class TorchEngine(PythonEngine):
     def perform(self, operation: Operation) -> None:
         if (operation.provenance or operation.compared) and self.compares:
             self._meet(operation)
-        self.blocking(lambda: self.call(operation).wait())
+        if operation.kind not in SCANS:
+            self.blocking(lambda: self.call(operation).wait())
+            return
+        source = scan_source(operation)
+        gathered = source.new_empty((self.size, source.numel()))
+        gather = Operation("all_gather", [source], gathered, timeout=operation.timeout)
+        self.blocking(lambda: self.call(gather).wait())
+        scan_gathered(operation, self.rank, gathered)
 
     def call(self, operation: Operation) -> Any:
         """Begin an operation; return torch's Work, or an object with the same interface."""
@@ -262,6 +270,11 @@ class EngineGroup(NativeGroup):
                 f"backend {self.name()!r} has no {operation.title or operation.kind} of tensors "
                 f"of different sizes; pad them, or use a backend that has it (hybrid, shm and "
                 f"threads do)"
+            )
+        if operation.kind in SCANS and not self._engine_blocks:
+            raise NotImplementedError(
+                f"backend {self.name()!r} has no {operation.kind}; gather the tensors, or use a "
+                f"backend that has it (gloo, hybrid, shm and threads do)"
             )
         operation.compared = self.of_mesh and not provenance_digest.is_off()
         device = operation.device
