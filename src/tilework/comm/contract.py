@@ -19,7 +19,7 @@ from torch import Tensor
 from tilework.comm.capabilities import Capability
 from tilework.comm.elastic.registers import Registers
 from tilework.comm.flight.ring import Entry
-from tilework.comm.forms import FORMS, Operation
+from tilework.comm.forms import FORMS, Operation, Parts
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.errors import DistBackendError
 from tilework.layout.torch_callers import refuse_torch_caller
@@ -277,21 +277,16 @@ def _method(name: str, does: str) -> Callable[..., Work]:
     inputs, and options.
     """
     form = FORMS[name]
-    count = len(form.sides) + 2 * form.has_rows
 
     def method(self: ProcessGroup, *args: Any, opts: Options | None = None) -> Work:
-        if len(args) > count:
+        if len(args) > form.argument_count:
             *args, opts = args  # type: ignore[assignment]
         if opts is None:
             opts = _DEFAULTS
         self.check_options(opts)
-        works = []
-        for operation in form.operations(args):
-            operation.reduce_op = opts.reduceOp if form.reduces else None
-            operation.root, operation.limit = opts.rootRank, opts.timeout
-            operation.is_async = opts.asyncOp
-            works.append(self.start(operation))
-        return self.as_one(works)
+        options = opts.reduceOp, opts.rootRank, opts.timeout, opts.asyncOp
+        works = [self.start(operation) for operation in form.operations(args, *options)]
+        return works[0] if len(works) == 1 else self.as_one(works)
 
     method.__name__, method.__doc__ = form.method, does
     return method
@@ -469,22 +464,28 @@ class ProcessGroup(_Slots):
     def collective(
         self,
         name: str,
-        inputs: Tensor | Sequence[Tensor] | None,
-        outputs: Tensor | Sequence[Tensor] | None,
+        inputs: Parts | None,
+        outputs: Parts | None,
         reduce_op: AnyReduceOp | None = None,
         root: int = 0,
-        rows: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
         async_op: bool = False,
+        rows: tuple[Sequence[int] | None, Sequence[int] | None] | tuple[()] = (),
     ) -> Work | None:
         """Start a collective by the fast path if possible; return the Work, None if it is done.
 
         For callers that have checked the tensors; see :meth:`FastPath.run` for the arguments.
         ``rows`` are those of the inputs and those of the outputs.
         """
-        if not async_op and self.fast_path.run(name, inputs, outputs, reduce_op, root, *rows):
-            return None
+        if not async_op:
+            run = self.fast_path.run
+            if not rows:
+                done = run(name, inputs, outputs, reduce_op, root)
+            else:
+                done = run(name, inputs, outputs, reduce_op, root, *rows)
+            if done:
+                return None
         record = Operation.called(name, inputs, outputs, reduce_op, root)
-        record.in_rows, record.out_rows = rows
+        record.in_rows, record.out_rows = rows or (None, None)
         record.is_async = async_op
         return self.start(record)
 

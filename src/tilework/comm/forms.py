@@ -7,7 +7,7 @@ table :data:`FORMS`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -91,13 +91,28 @@ class Form:
         parts = [side.parts for side in self.sides]
         return "whole" not in parts and parts != ["each", "each"]
 
+    @cached_property
+    def argument_count(self) -> int:
+        """The number of the method's arguments before the options."""
+        return len(self.sides) + 2 * self.has_rows
+
+    @cached_property
+    def shares_output(self) -> bool:
+        """True if the shape that ranks have in common is the output's, else it is the input's."""
+        parts = self.inputs.parts
+        return parts == "none" or (parts != "one" and self.outputs.parts == "one")
+
+    def beside_root(self, operation: Operation) -> tuple[Parts, Parts]:
+        """The inputs and outputs of a rank that is not the root."""
+        inputs = () if self.inputs.at_root else operation.inputs
+        return inputs, () if self.outputs.at_root else operation.outputs
+
     def fast_call(self, operation: Operation) -> tuple[Any, ...]:
         """The arguments of a fast path's ``run``."""
-        inputs, outputs = (
-            None if is_absent(parts) else parts for parts in (operation.inputs, operation.outputs)
-        )
+        inputs, outputs = operation.inputs, operation.outputs
+        given = None if is_absent(inputs) else inputs, None if is_absent(outputs) else outputs
         rows = operation.in_rows, operation.out_rows
-        return self.name, inputs, outputs, operation.reduce_op, operation.root, *rows
+        return self.name, *given, operation.reduce_op, operation.root, *rows
 
     def arguments(self, operation: Operation) -> tuple[Any, ...]:
         """The arguments of the group's method that stand for ``operation``, without options."""
@@ -105,26 +120,38 @@ class Form:
         given.pop("", None)
         values = [each if isinstance(each, Tensor) else list(each) for each in given.values()]
         if self.is_nested:
-            return tuple([] if is_absent(value) else [value] for value in values)
+            return tuple([] if is_absent(each) else [each] for each in values)
         rows = operation.out_rows, operation.in_rows
         return (*values, *(list(each or ()) for each in rows if self.has_rows))
 
-    def operations(self, args: Sequence[Any]) -> Iterator[Operation]:
-        """The operations that the arguments of the group's method stand for, without options."""
+    def operations(
+        self,
+        args: Sequence[Any],
+        reduce_op: AnyReduceOp | None = None,
+        root: int = 0,
+        limit: timedelta | None = None,
+        is_async: bool = False,
+    ) -> list[Operation]:
+        """The operations that the arguments of the group's method stand for: several if the lists
+        that it takes have several elements.
+        """
         count = len(self.sides)
-        calls = [args[:count]]
-        if self.is_nested and count:
-            longest = max(map(len, args[:count]))
-            columns = [each or [()] * longest for each in args[:count]]  # not on the root
-            calls = list(zip(*columns, strict=True))
-        for tensors in calls:
-            given = dict(zip([side.name for side in self.sides], tensors, strict=True))
-            inputs, outputs = (given.get(side.name, ()) for side in (self.inputs, self.outputs))
-            operation = Operation(self.kind, inputs, outputs, title=self.name)
-            if self.has_rows:
-                rows = [*args[count:], None, None]
-                operation.out_rows, operation.in_rows = rows[0] or None, rows[1] or None
-            yield operation
+        outputs, inputs = (args[0], args[count - 1]) if count else ((), ())
+        pairs: Iterable[tuple[Any, Any]] = ((inputs, outputs),)
+        if count == 1:
+            pairs = [(each, each) for each in outputs]
+        elif self.is_nested and count:
+            absent = [()] * max(len(inputs), len(outputs))
+            pairs = zip(inputs or absent, outputs or absent, strict=True)
+        rows = (None, None)
+        if len(args) > count:
+            rows = args[count + 1] or None, args[count] or None
+        op = reduce_op if self.reduces else None
+        rest = (op, root, 0.0, self.name, *rows, limit, is_async)
+        reads, writes = self.inputs.name != "", self.outputs.name != ""
+        return [
+            Operation(self.kind, i if reads else (), o if writes else (), *rest) for i, o in pairs
+        ]
 
 
 def _form(
@@ -193,7 +220,7 @@ ROOTED: frozenset[Kind] = SCANS.union(form.kind for form in FORMS.values() if fo
 
 #: A contiguous tensor, or N of them. In the place of N tensors, one tensor stands for N equal parts
 #: in memory order.
-Parts = Tensor | Sequence[Tensor]
+Parts = Tensor | list[Tensor] | tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -310,7 +337,7 @@ class Operation:
 
 def is_absent(parts: Parts) -> bool:
     """True if ``parts`` stands for tensors that this rank does not have."""
-    return not isinstance(parts, Tensor) and not parts
+    return isinstance(parts, (list, tuple)) and not parts
 
 
 def split_parts(parts: Parts, size: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -46,13 +46,10 @@ from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
 from tilework.comm.forms import (
-    MANY_INPUTS,
-    MANY_OUTPUTS,
     SCANS,
+    Form,
     Operation,
     Parts,
-    Side,
-    is_absent,
     op_type,
 )
 from tilework.comm.per_call import profiling, provenance_digest
@@ -104,35 +101,26 @@ class NativeGroup(ProcessGroup):
 
     def start(self, operation: Operation) -> Work:
         form, at_root = operation.form, self._rank == operation.root
-        inputs, outputs = (
-            parts if side.is_here(at_root) else ()
-            for side, parts in (
-                (form.inputs, operation.inputs),
-                (form.outputs, operation.outputs),
-            )
-        )
-        op = op_type(operation.reduce_op)
-        if form.kind in SCANS and op == "avg":
+        inputs, outputs = operation.inputs, operation.outputs
+        if form.root and not at_root:
+            inputs, outputs = form.beside_root(operation)
+        if form.kind in SCANS and op_type(operation.reduce_op) == "avg":
             raise ValueError(f"{form.name} has no AVG: use SUM, and divide by the number of ranks")
-        operation.label = _label(operation, inputs, outputs)
+        operation.label = _label(form, operation, inputs, outputs)
         as_real = not form.reduces
-        operation.inputs = _prepared(
-            form.inputs, inputs, operation.in_rows, lambda tensor: plain(tensor, as_real)
-        )
+        sources, targets = _as_list(inputs), _as_list(outputs)
+        operation.inputs = [plain(tensor, as_real) for tensor in sources]
         if form.kind == "broadcast" and at_root:
-            operation.outputs = [plain(tensor) for tensor in _as_list(outputs)]
+            operation.outputs = [plain(tensor) for tensor in targets]
+        elif form.kind == "exscan" and at_root:
+            operation.outputs = _nothing_reduced(operation, targets[0].detach())
         else:
-            operation.outputs = _prepared(
-                *(form.outputs, outputs, operation.out_rows),
-                lambda tensor: stand_in(tensor, operation, as_real),
-            )
-        if form.kind == "exscan" and at_root:  # engines leave this output as it is
-            target = _as_list(outputs)[0].detach()
-            value = identity_element(RedOpType(op.removeprefix("premul_")), target.dtype)
-            identity = torch.tensor(value, dtype=target.dtype, device=target.device)
-            operation.outputs = [identity.expand(target.shape).contiguous()]
-            operation.copy_back = [(target, operation.outputs[0])]
-        return self._start(operation, _as_list(outputs))
+            operation.outputs = [stand_in(tensor, operation, as_real) for tensor in targets]
+        if form.inputs.parts == "whole":
+            operation.inputs = rows(operation.inputs[0], operation.in_rows)
+        if form.outputs.parts == "whole":
+            operation.outputs = rows(operation.outputs[0], operation.out_rows)
+        return self._start(operation, targets)
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
         self._start(Operation("barrier", title="monitored_barrier", limit=timeout), [])
@@ -408,32 +396,28 @@ class NativeGroup(ProcessGroup):
 
 
 def _as_list(parts: Parts) -> list[Tensor]:
-    return [parts] if isinstance(parts, Tensor) else list(parts)
+    return list(parts) if isinstance(parts, (list, tuple)) else [parts]  # in this order for speed
 
 
-def _prepared(
-    side: Side,
-    parts: Parts,
-    splits: Sequence[int] | None,
-    prepare: Callable[[Tensor], Tensor],
-) -> Parts:
-    """The result of ``prepare`` for each tensor of ``parts``, as an engine gets them."""
-    if side.parts == "whole" and isinstance(parts, Tensor):
-        return rows(prepare(parts), list(splits or ()))
-    return [prepare(tensor) for tensor in _as_list(parts)]
+def _nothing_reduced(operation: Operation, target: Tensor) -> list[Tensor]:
+    """The result of a reduction of nothing, which is copied to ``target`` after the operation."""
+    op = RedOpType(op_type(operation.reduce_op).removeprefix("premul_"))
+    value = identity_element(op, target.dtype)
+    number = torch.tensor(value, dtype=target.dtype, device=target.device)
+    result = number.expand(target.shape).contiguous()
+    operation.copy_back.append((target, result))
+    return [result]
 
 
-def _label(operation: Operation, inputs: Parts, outputs: Parts) -> int:
+def _label(form: Form, operation: Operation, inputs: Parts, outputs: Parts) -> int:
     """The label of the caller's tensors: of the side whose shape all ranks share."""
-    kind = operation.kind
-    shared, others = inputs, outputs
-    if is_absent(inputs) or (kind in MANY_INPUTS and kind not in MANY_OUTPUTS):
-        shared, others = outputs, inputs
-    if not isinstance(shared, Tensor):  # a list on each side, or a barrier
+    shared, others = (outputs, inputs) if form.shares_output else (inputs, outputs)
+    if isinstance(shared, (list, tuple)):  # a list on each side, or a barrier
         return shape_label((), shared[0].dtype) if shared else 0
     even = not (operation.in_rows or operation.out_rows)
-    even = even and (isinstance(others, Tensor) or same_shapes(others, shared))
-    return call_label(kind, shared, even)
+    if isinstance(others, (list, tuple)):
+        even = same_shapes(others, shared)
+    return call_label(form.kind, shared, even)
 
 
 def _calls_text(calls: Mapping[str, str]) -> tuple[str, str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
 from typing import ParamSpec, TypeVar
@@ -88,12 +88,11 @@ def _overlaps(tensor: Tensor) -> bool:
     return len(set(addresses.flatten().tolist())) < tensor.numel()
 
 
-@unseen
-def rows(tensor: Tensor, splits: list[int]) -> Parts:
+def rows(tensor: Tensor, splits: Sequence[int] | None) -> Parts:
     """``tensor`` split into ``splits[r]`` rows for each rank r; without splits ``tensor`` itself,
     which stands for equal parts.
     """
-    return torch.split(tensor, splits) if splits else tensor
+    return unseen(torch.split)(tensor, list(splits)) if splits else tensor
 
 
 def check_overlaps(operation: Operation, rank: int, size: int) -> None:

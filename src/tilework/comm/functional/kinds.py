@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.forms import FORMS, Side
+from tilework.comm.forms import FORMS, Form, Side
 from tilework.comm.functional.reductions import factor_of, reduction
 from tilework.comm.functional.running import (
     KINDS,
@@ -65,8 +65,9 @@ class AllReduce(_Collective):
     name, schema, adjoint_name, elementwise = "all_reduce", "str op", "all_reduce", True
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        op, out = self._reduction(x), _copy(x)
-        return out, group.collective("all_reduce", out, out, op, async_op=async_op)
+        op, out = reduction(self.op), _copy(x)
+        check_reduction(op, x.dtype)
+        return out, group.collective("all_reduce", out, out, op, 0, async_op)
 
 
 class Reduce(_Collective):
@@ -79,7 +80,7 @@ class Reduce(_Collective):
         source = _copy(x) if async_op or at_root else x
         out = source if at_root else x.new_zeros(x.shape)
         target = out if at_root else None
-        return out, group.collective("reduce", source, target, op, self.root, async_op=async_op)
+        return out, group.collective("reduce", source, target, op, self.root, async_op)
 
 
 class Scan(_Collective):
@@ -91,7 +92,7 @@ class Scan(_Collective):
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         op, out = self._reduction(x), _copy(x)
         root = group.size() - 1 if self.reverse else 0
-        return out, group.collective(self.name, out, out, op, root, async_op=async_op)
+        return out, group.collective(self.name, out, out, op, root, async_op)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         if self.keeps_input:
@@ -116,7 +117,7 @@ class Broadcast(_Collective):
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
         out = _copy(x) if group.rank() == self.root else empty_like(x)
-        return out, group.collective("broadcast", None, out, None, self.root, async_op=async_op)
+        return out, group.collective("broadcast", None, out, None, self.root, async_op)
 
 
 class Permute(_Collective):
@@ -141,9 +142,7 @@ class Permute(_Collective):
             received[sources[me]] = x.numel()
         target = out.view(-1)[: sum(received)]
         rows = sent, received
-        return out, group.collective(
-            "all_to_all_single", source, target, rows=rows, async_op=async_op
-        )
+        return out, group.collective("all_to_all_single", source, target, None, 0, async_op, rows)
 
     def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
         return run(Permute, grad, group, inverse(self.destinations))
@@ -167,34 +166,31 @@ def inverse(destinations: Sequence[int]) -> list[int]:
 class _Rows(_Collective):
     """Moves the rows of each rank: their places in the tensors follow from the table of forms."""
 
-    #: The forms (in ``FORMS``) for ranks with equal and with different numbers of rows.
-    even: ClassVar[str]
-    uneven: ClassVar[str]
+    #: The forms for ranks with equal, and with different numbers of rows.
+    even: ClassVar[Form]
+    uneven: ClassVar[Form]
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
-        form = FORMS[self.even if _even(self.rows) else self.uneven]
-        op = self._reduction(x) if form.reduces else None
+        rows, dim, rank = self.rows, self.dim, group.rank
+        form = self.even if _even(rows) else self.uneven
         root = self.root if form.root else 0
-        is_root = group.rank() == root
+        op = self._reduction(x) if form.reduces else None
+        is_root = rank() == root
         if form.inputs.parts == "one":
-            _check_rows(self.rows, group)
-            _check_own_rows(self.rows, group, x.shape[self.dim])
+            _check_rows(rows, group)
+            _check_own_rows(rows, group, x.shape[dim])
         else:
-            known = form.inputs.is_here(is_root)
-            _check_rows(self.rows, group, x.shape[self.dim] if known else None)
-        source = _front(x, self.dim, async_op)
-        out = _with_rows(x, self.dim, self._count(form.outputs, group.rank))
-        inputs, outputs = (
-            self._divided(side, tensor) if side.is_here(is_root) else None
-            for side, tensor in (
-                (form.inputs, source),
-                (form.outputs, _rows_first(out, self.dim)),
-            )
-        )
-        return out, group.collective(form.name, inputs, outputs, op, root, async_op=async_op)
+            known = is_root or not form.inputs.at_root
+            _check_rows(rows, group, x.shape[dim] if known else None)
+        source = _front(x, dim, async_op)
+        out = _with_rows(x, dim, self._count(form.outputs, rank))
+        target = _rows_first(out, dim)
+        inputs = self._divided(form.inputs, source, is_root)
+        outputs = self._divided(form.outputs, target, is_root)
+        return out, group.collective(form.name, inputs, outputs, op, root, async_op)
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
-        return _with_rows(x, self.dim, self._count(FORMS[self.uneven].outputs, group_rank))
+        return _with_rows(x, self.dim, self._count(self.uneven.outputs, group_rank))
 
     def _count(self, side: Side, group_rank: Rank) -> int:
         """The number of rows that this rank's tensor has."""
@@ -202,8 +198,11 @@ class _Rows(_Collective):
             return self.rows[0] if _even(self.rows) else self.rows[group_rank()]
         return sum(self.rows) if not side.at_root or group_rank() == self.root else 0
 
-    def _divided(self, side: Side, tensor: Tensor) -> Tensor | list[Tensor]:
-        return list(torch.split(tensor, list(self.rows))) if side.parts == "each" else tensor
+    def _divided(self, side: Side, tensor: Tensor, is_root: bool) -> Tensor | list[Tensor] | None:
+        """``tensor`` as the form takes it: whole, by ranks, or not at all."""
+        if side.parts != "each":
+            return tensor
+        return list(torch.split(tensor, list(self.rows))) if side.is_here(is_root) else None
 
 
 class AllGather(_Rows):
@@ -213,7 +212,7 @@ class AllGather(_Rows):
         *("all_gather_tensor", "int dim, SymInt[] rows"),
         "reduce_scatter_tensor",
     )
-    even, uneven = "all_gather_into_tensor", "all_gather"
+    even, uneven = FORMS["all_gather_into_tensor"], FORMS["all_gather"]
 
 
 class ReduceScatter(_Rows):
@@ -223,21 +222,21 @@ class ReduceScatter(_Rows):
         *("reduce_scatter_tensor", "str op, int dim, SymInt[] rows"),
         "all_gather_tensor",
     )
-    even, uneven = "reduce_scatter_tensor", "reduce_scatter"
+    even, uneven = FORMS["reduce_scatter_tensor"], FORMS["reduce_scatter"]
 
 
 class Gather(_Rows):
     """Every rank's rows, one after the other, on the root; no rows elsewhere."""
 
     name, schema, adjoint_name = "gather", "int root, int dim, SymInt[] rows", "scatter"
-    even = uneven = "gather"
+    even = uneven = FORMS["gather"]
 
 
 class Scatter(_Rows):
     """This rank's rows of the root's tensor."""
 
     name, schema, adjoint_name = "scatter", "int root, int dim, SymInt[] rows", "gather"
-    even = uneven = "scatter"
+    even = uneven = FORMS["scatter"]
 
 
 class AllToAll(_Collective):
@@ -253,7 +252,7 @@ class AllToAll(_Collective):
         source = _front(x, 0, async_op)
         out = _with_rows(x, 0, sum(self.received))
         rows = list(self.sent), list(self.received)
-        return out, group.collective(self.name, source, out, rows=rows, async_op=async_op)
+        return out, group.collective(self.name, source, out, None, 0, async_op, rows)
 
     def empty(self, x: Tensor, group_rank: Rank) -> Tensor:
         return _with_rows(x, 0, sum(self.received))
@@ -382,7 +381,7 @@ def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _even(rows: Sequence[int]) -> bool:
-    return all(count == rows[0] for count in rows)
+    return rows.count(rows[0]) == len(rows)
 
 
 # -- checks -------------------------------------------------------------------------------

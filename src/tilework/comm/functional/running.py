@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import make_dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -58,11 +59,12 @@ class FunctionalCollective(ABC):
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
             cls.parameters = tuple(text.split()[1] for text in cls.schema.split(", ") if text)
+            made: Any = make_dataclass("Arguments", cls.parameters)
+            setattr(cls, "__init__", made.__init__)  # noqa: B010  # mypy permits no assignment
             KINDS[cls.name] = cls
 
     def __init__(self, *args: Any) -> None:
-        for name, value in zip(self.parameters, args, strict=True):
-            setattr(self, name, value)
+        raise NotImplementedError
 
     @property
     def keeps_input(self) -> bool:

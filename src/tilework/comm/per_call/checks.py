@@ -214,11 +214,12 @@ def check_operation(operation: Operation, rank: int, size: int) -> None:
     form, is_root = operation.form, rank == operation.root
     outputs = _side(form.outputs, operation.outputs)
     inputs = outputs if form.inputs == form.outputs else _side(form.inputs, operation.inputs)
-    same_dtype(outputs, inputs, mix_complex=not form.reduces)
-    for side, tensors in ((form.outputs, outputs), (form.inputs, inputs)):
-        if side.parts == "each":
-            _check_count(side, tensors, form.root, is_root, size)
-    same_device(outputs, inputs)
+    if not form.in_place:
+        same_dtype(outputs, inputs, mix_complex=not form.reduces)
+        for side, tensors in ((form.outputs, outputs), (form.inputs, inputs)):
+            if side.parts == "each":
+                _check_count(side, tensors, form.root, is_root, size)
+        same_device(outputs, inputs)
     if form.reduces:
         check_reduction(operation.reduce_op, inputs[0].dtype)
     if form.has_rows:

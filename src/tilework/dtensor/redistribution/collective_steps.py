@@ -159,7 +159,7 @@ class _Division:
         #: True if the regions of a contiguous tensor are equal memory, in the order of ranks.
         self.in_memory_order = self.even and self.places is None and outer == (1,) * dim
 
-    def __call__(self, tensor: Tensor) -> Sequence[Tensor]:
+    def __call__(self, tensor: Tensor) -> list[Tensor]:
         """The regions of ``tensor`` in the order of ranks, as views."""
         views = tensor.split_with_sizes(self.sizes, self.dim)
         return list(views) if self.places is None else [views[i] for i in self.places]
