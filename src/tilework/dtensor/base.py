@@ -232,34 +232,14 @@ class Ungraded(NamedTuple):
     version: int
 
 
-class Origin:
-    """The place in the graph of a leaf that was later given data in another layout.
-
-    Args:
-        local: The local tensor at that place.
-        spec: The layout there.
-    """
-
-    __slots__ = ("grad", "local", "node", "spec")
-
-    def __init__(self, local: Tensor, spec: DTensorSpec) -> None:
-        self.local, self.spec = local, spec
-        #: The node that takes gradients of what the tensor is now to that place.
-        self.node: Any = None
-        #: The local gradient so far, in the layout of what the tensor is now.
-        self.grad: Tensor | None = None
-
-
 class Places:
     """The places of a tensor in the graph other than the local tensor's."""
 
-    __slots__ = ("aliases", "before", "gone", "origin", "refuses")
+    __slots__ = ("aliases", "before", "gone", "refuses")
 
     def __init__(self) -> None:
         #: Where gradients are partial, by their axes.
         self.aliases: dict[Ints, Alias] = {}
-        #: The place of the gradient, if the tensor was given data in another layout since.
-        self.origin: Origin | None = None
         #: Of a stand-in: the local tensor that it had before, of the same memory.
         self.before: Tensor | None = None
         #: Of a stand-in: True if the tensor was given other data; and if views made before may
@@ -272,11 +252,6 @@ def places_of(tensor: DTensorBase) -> Places:
     if tensor._places is None:
         tensor._places = Places()
     return tensor._places
-
-
-def has_origin(tensor: DTensorBase) -> bool:
-    """True if a tensor is a leaf that was given data in another layout."""
-    return tensor._places is not None and tensor._places.origin is not None
 
 
 #: The tensor that a view was made of; the layout that it had then, which forms in place such as

@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.call_recorder import unrecorded
-from tilework.dtensor.base import has_origin
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
@@ -121,7 +120,7 @@ def _on_locals(
             if param._deferred_grad is not None:
                 param._deferred_grad()
             local = param._local_tensor
-            if param._spec.partial_axes or not param._spec.takes_part or has_origin(param):
+            if param._spec.partial_axes or not param._spec.takes_part:
                 return None
             if param._view_of is not None or getattr(param._grad, "_view_of", None) is not None:
                 return None  # a write to a copied view must also reach the base's memory

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor import serialization
-from tilework.dtensor.autograd import changed_in_place, gradients, local_graph, origins
-from tilework.dtensor.base import DTensorBase, data_of, has_origin, wrap_as
+from tilework.dtensor.autograd import changed_in_place, gradients, local_graph
+from tilework.dtensor.base import DTensorBase, data_of, wrap_as
 from tilework.dtensor.debug import causes
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.debug.picture import layout_lines
@@ -253,8 +253,7 @@ class DTensor(DTensorBase):
         if self._viewed is not None:
             copied_views.hand_out(self)
         if grad_placements is None:
-            local = local_graph.local_of(self)
-            return origins.as_leaf_to_writes(self) if has_origin(self) else local
+            return local_graph.local_of(self)
         given = [*map(native_placement, placements_in(grad_placements))]
         return gradients.local_with_grad(self, given)
 
@@ -382,10 +381,6 @@ class DTensor(DTensorBase):
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         if not requires_grad and self._local_tensor.requires_grad:
             before_leaving_graph(self, remains_leaf=True)
-        if has_origin(self):
-            if requires_grad:
-                return self
-            origins.leave_graph(self)
         local_graph.local_of(self).requires_grad_(requires_grad)
         local_graph.mirror_requires_grad(self)
         return self
@@ -404,17 +399,13 @@ class DTensor(DTensorBase):
             self._deferred_grad()
         if self._grad is not None and self._grad._view_of is not None:
             gradients.refresh_grad(self)
-        known, local = self._grad, None
-        if not has_origin(self):
-            local = self._local_tensor.grad
-            if local is None:
-                return None
-        if local is None or known is None or known._local_tensor is not local:
-            local, spec = origins.grad_of(self)
-            if local is None:
-                return None
+        known, local = self._grad, self._local_tensor.grad
+        if local is None:
+            return None
+        if known is None or known._local_tensor is not local:
+            local = gradients.seen_grad(self, local)
             if known is None or known._local_tensor is not local:
-                known = self._grad = wrap(local, spec)
+                known = self._grad = wrap(local, self._spec.grad_spec)
         note_gradient(self, known)
         return known
 
@@ -431,7 +422,7 @@ class DTensor(DTensorBase):
         self._deferred_grad = None
         note_cleared(self)
         self._grad = None
-        origins.set_grad_of(self, None)
+        self._local_tensor.grad = None
 
     @property
     def data(self) -> DTensor:
@@ -482,7 +473,7 @@ class DTensor(DTensorBase):
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
-        return origins.place_in_graph(self)[0].retains_grad
+        return self._local_tensor.retains_grad
 
     # -- Python's own ------------------------------------------------------------------------
 
@@ -518,7 +509,7 @@ class DTensor(DTensorBase):
         else:
             copied = deep_copy(self, memo)
         copied.requires_grad_(local.requires_grad)
-        if not is_param and not has_origin(self) and local.grad is not None:
+        if not is_param and local.grad is not None:
             copied._local_tensor.grad = copy.deepcopy(local.grad, memo)
         memo[id(self)] = copied
         for name, value in vars(self).items():

@@ -14,7 +14,6 @@ from tilework.dtensor.base import (
     ViewedInPlace,
     base_in_graph,
     has_left,
-    has_origin,
     places_of,
     without_anchor,
     wrap_as,
@@ -107,7 +106,6 @@ def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
     local, shown = tensor._local_tensor, result._local_tensor
     return (
         (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
-        and not has_origin(tensor)
         and not local.is_inference()
         and storage_of(shown) == storage_of(local)
         and not (local._is_view() and not copied_views.is_view(tensor))

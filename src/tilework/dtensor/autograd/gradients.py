@@ -9,7 +9,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.batched_grads import batched_grads
 from tilework.dtensor.autograd.changed_in_place import (
     check_gradient_is_whole,
@@ -38,7 +37,7 @@ from tilework.dtensor.redistribution.redistribute import (
     with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.torch_counts import is_shown_elsewhere, living
+from tilework.dtensor.torch_counts import holders, is_shown_elsewhere, living
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.graph_views import views_of
@@ -118,7 +117,7 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         grad = wrap_as(type(tensor), local, spec, hash((digest_of(value), spec.digest)))
         if not local.requires_grad:
             copied_views.mark(grad, value.detach(), _placed_as(spec), _write_placed)  # type: ignore[arg-type]
-    origins.set_grad_of(tensor, grad._local_tensor)
+    tensor._local_tensor.grad = grad._local_tensor
     copied_views.hand_out(grad)  # to backward passes, which write to it
     tensor._grad = grad
 
@@ -167,7 +166,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         return
     if tensor._places is not None:
         tensor._places.aliases = {}  # which are in the graph, and would pass for a use
-    used = origins.is_in_graph(tensor)
+    used = _is_in_graph(tensor)
     _check_may_get_data(tensor, value, used)
     stays = tensor.is_leaf and tensor._spec == value._spec
     digest = digest_of(value)
@@ -179,7 +178,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
-    tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
+    _set_local_data(tensor, shown, value._spec)
     tensor._view_of = tensor._viewed = tensor._made = None
     tensor._spec, tensor._grad = value._spec.copy(), None
     if anchor is not None:
@@ -212,7 +211,7 @@ def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> 
     Args:
         tensor: The tensor.
         value: The tensor whose data it is to get.
-        used: True if results of ``tensor`` wait for gradients: see ``origins.is_in_graph``.
+        used: True if results of ``tensor`` wait for gradients: see :func:`_is_in_graph`.
     """
     if copied_views.is_view(tensor):
         raise RuntimeError(
@@ -220,24 +219,63 @@ def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> 
             f"it for a view. Make it a tensor of its own first, v = v.detach(), or write to it, "
             f"v.copy_(y)"
         )
-    if tensor._spec != value._spec and tensor.requires_grad and not tensor.is_leaf:
+    if not tensor.requires_grad or tensor._spec == value._spec:
+        return
+    if not tensor.is_leaf:
         raise RuntimeError(
             f"{tensor!r} was computed from tensors that require a gradient, and cannot be given "
             f"data of another layout, {value!r}: redistribute the new data to the tensor's layout "
             f"first, or write x = y"
         )
-    if tensor.requires_grad and tensor.shape != value.shape:
-        if used:
-            raise RuntimeError(
-                f"{tensor!r} was used, and cannot be given data of shape {list(value.shape)}: "
-                f"gradients of both shapes cannot be added up. Drop what was computed from it, or "
-                f"call detach_().requires_grad_() on it first"
-            )
-        if origins.grad_of(tensor)[0] is not None:
-            raise RuntimeError(
-                f"{tensor!r} has a gradient, and cannot be given data of shape "
-                f"{list(value.shape)}: clear it first, x.grad = None"
-            )
+    if used:
+        raise RuntimeError(
+            f"{tensor!r} was used, and cannot be given data of another layout, {value!r}, while "
+            f"results wait for gradients: call backward first and drop them, redistribute the new "
+            f"data to the tensor's layout, or call detach_().requires_grad_() on the tensor"
+        )
+    if tensor.shape != value.shape and tensor._local_tensor.grad is not None:
+        raise RuntimeError(
+            f"{tensor!r} has a gradient, and cannot be given data of shape {list(value.shape)}: "
+            f"clear it first, x.grad = None"
+        )
+
+
+def _is_in_graph(tensor: DTensorBase) -> bool:
+    """True if a result that was computed from a tensor still waits for a gradient. Local."""
+    local = tensor._local_tensor
+    if not local.requires_grad or local.is_inference():
+        return False
+    if not local.is_leaf:
+        return True
+    before = holders(local)
+    with torch.inference_mode(False), torch.enable_grad():
+        edge = torch.autograd.graph.get_gradient_edge(local)
+    # The tensor's node holds the tensor. A node that is new here adds a holder.
+    is_known = holders(local) == before
+    del edge
+    return is_known
+
+
+def _set_local_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec) -> None:
+    """Give a tensor's local tensor other data. Collective if a gradient gets another layout."""
+    local, before = tensor._local_tensor, tensor._spec
+    if local.is_leaf and local.grad is not None and before != spec and before.mesh == spec.mesh:
+        of = Moved(digest_of(tensor), "data")
+        grad = redistribute_local(local.grad, before.grad_spec, spec.grad_spec, of=of)
+        local.grad = None
+        local.data = grad.new_empty(()).expand(grad.shape)  # of the dtype and shape of before
+        local.grad = grad
+    local.data = data
+
+
+def seen_grad(tensor: DTensorBase, grad: Tensor) -> Tensor:
+    """The local gradient of a tensor as the program sees it, and as the tensor keeps it."""
+    if not grad.requires_grad:
+        return grad
+    known = None if tensor._grad is None else tensor._grad._local_tensor
+    if grad is not known:
+        grad = tensor._local_tensor.grad = as_seen(grad, tensor._spec, known)
+    return grad
 
 
 def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
@@ -419,11 +457,10 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     if tensor._deferred_grad is not None:  # of passes before: not for this hook
         tensor._deferred_grad()
     local: Any = in_graph(tensor)
-    _, shown = origins.place_in_graph(tensor)
-    _ = shown.grad_spec  # raises for what has none
+    _ = tensor._spec.grad_spec  # raises for what has none
     # The graph holds the hook: if that held the tensor, neither would ever be freed.
     kind, leaf = type(tensor), [ref(tensor)] if local.is_leaf else []
-    then = WayBack(Place(local, shown)), digest_of(tensor)
+    then = WayBack(Place(local, tensor._spec)), digest_of(tensor)
 
     def called(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # the node gave only other inputs gradients
@@ -431,7 +468,7 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
         way, digest = then
         # A leaf's gradient has the layout of the leaf now; otherwise the tensor's layout then.
         for now in living(leaf):
-            way, digest = WayBack(Place(*origins.place_in_graph(now))), digest_of(now)
+            way, digest = WayBack(Place(now._local_tensor, now._spec)), digest_of(now)
         counts = call_counts_of(way.spec.mesh)
         digest = hash((digest, counts.passing))
         shown = as_seen(grad, way.spec)
@@ -560,4 +597,4 @@ def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
         return tensor, None
     local_of(tensor)
     check_gradient_is_whole(tensor)
-    return origins.place_in_graph(tensor)
+    return tensor._local_tensor, tensor._spec

@@ -47,13 +47,7 @@ def local_of(tensor: DTensorBase) -> Tensor:
 
 
 def in_graph(tensor: DTensorBase) -> Tensor:
-    """The local tensor at the tensor's place in the graph, even if no gradients are recorded.
-
-    If the tensor has an origin, the origin's local tensor: see ``origins.py``.
-    """
-    if tensor._places is not None and (origin := tensor._places.origin) is not None:
-        local = local_of(tensor)
-        return origin.local if local.grad_fn is origin.node else local
+    """The local tensor at the tensor's place in the graph, even if no gradients are recorded."""
     if not tensor._made_without_grad or torch.is_grad_enabled():
         return local_of(tensor)
     with torch.inference_mode(False), torch.enable_grad():

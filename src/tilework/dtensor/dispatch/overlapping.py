@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import changed_in_place
-from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, has_origin, owner_of
+from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, owner_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
@@ -89,8 +89,6 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
             elif func.__class__ is copied_views.ViewOfSeveral and func.together:
                 made = "together with others, as split() and unbind() do"
             graded = bool(made) and _require_grad((target, *others))
-        if has_origin(base):
-            changed_in_place.check_no_leaf(base)
         if made and (graded or base.requires_grad):
             return made
         view = base
@@ -190,8 +188,6 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
     if target.__class__ is not DTensor:
         return False
     count_write(target)
-    if has_origin(target):
-        changed_in_place.check_no_leaf(target)
     for other in others:
         if other.__class__ is not DTensor or other is target:
             continue

@@ -12,12 +12,11 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilework.dtensor.autograd import gradients, local_graph, origins
+from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import (
     DTensorBase,
     ViewedInPlace,
     base_in_graph,
-    has_origin,
     owner_of,
     places_of,
 )
@@ -165,8 +164,6 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
         )
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
-    if has_origin(tensor):
-        origins.leave_graph(tensor)
     before_leaving_graph(tensor, remains_leaf=False)
     local = tensor._local_tensor
     # The local tensor may be a view even if the tensor is not.
