@@ -58,13 +58,15 @@ def test_there_and_back_with_the_same_memory() -> None:
     run_ranks(4, program)
 
 
-def test_writes_to_a_shard_reach_copied_views() -> None:
+def test_writes_to_a_shard_are_seen_by_views_that_moved() -> None:
     def program(rank: int) -> None:
         base = distribute_tensor(WHOLE, init_device_mesh("cpu", (2,)), [Shard(1)])
         view: Any = base.flatten()  # a copy
         (shard,) = to_sharded(base.data).local_shards()
         shard.tensor.add_(1)
-        assert torch.equal(view.full_tensor(), WHOLE.flatten() + 1)
+        with pytest.raises(RuntimeError, match="make the view again"):
+            view.full_tensor()
+        assert torch.equal(base.full_tensor(), WHOLE + 1)
 
     run_ranks(2, program)
 

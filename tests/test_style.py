@@ -30,7 +30,7 @@ PRONOUNS = {
     "comm": (76, 45),
     "data": (0, 5),
     "distributed": (0, 5),
-    "dtensor": (126, 54),
+    "dtensor": (90, 54),
     "launch": (30, 13),
     "layout": (9, 15),
     "mesh": (5, 14),

@@ -363,14 +363,7 @@ PLACES: dict[str, Callable[[Any, int], Any]] = {
     "chunk": lambda x, i: x.chunk(2)[i].zero_(),
     "narrow": lambda x, i: x.narrow(0, i, 2).copy_(torch.ones(2, 3)),
     "iterated": lambda x, i: list(x)[i].zero_(),
-    "after the base": lambda x, i: overwritten_after(x[i], x),
 }
-
-
-def overwritten_after(view: Any, base: Any) -> None:
-    view.fill_(1.0)
-    base.zero_()
-    view.fill_(2.0)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
@@ -378,10 +371,9 @@ def overwritten_after(view: Any, base: Any) -> None:
 def test_a_write_to_another_place(how: str, placement: Placement) -> None:
     def program(rank: int, mesh: DeviceMesh, places: tuple[int, int] = (0, 1)) -> Any:
         x = cut(X, mesh, [placement])
-        first = x[0]
         PLACES[how](x, places[rank])
         verify([x])
-        return (first * 1).redistribute(placements=[Replicate()]).tolist()
+        return (x[0] * 1).redistribute(placements=[Replicate()]).tolist()
 
     all_raise(program)
     of_one_place = outcomes(lambda rank, mesh: program(rank, mesh, (1, 1)))
@@ -393,9 +385,8 @@ def test_a_write_to_another_place(how: str, placement: Placement) -> None:
 def test_a_view_of_what_is_written_elsewhere(placement: Placement) -> None:
     def program(rank: int, mesh: DeviceMesh) -> Any:
         x = cut(X, mesh, [placement])
-        first = x[0]
         x[rank] = 5.0
-        return (first * 1).sum().item()
+        return (x[0] * 1).sum().item()
 
     all_raise(program)
 
@@ -436,10 +427,9 @@ def test_a_write_to_what_a_view_shows() -> None:
     all_raise(program)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_a_write_to_what_a_strided_view_shows(placement: Placement) -> None:
+def test_a_write_to_what_a_strided_view_shows() -> None:
     def program(rank: int, mesh: DeviceMesh) -> Any:
-        x = distribute_tensor(torch.zeros(4, 3), mesh, [placement])
+        x = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()])
         y = x.as_strided((2, 2), (3, 1))
         if rank == 0:
             x.add_(1)

@@ -51,7 +51,7 @@ def _report(programs: Sequence[Program], minimised: bool = False) -> int:
             print("torch refuses it")
             return 2
         outcome = next(iter(run_programs([program])))
-        if outcome.kind != "right" and minimised:
+        if outcome.kind not in ("right", "refused") and minimised:
             outcome = minimise(outcome)
         show(outcome)
     return 0
@@ -67,7 +67,7 @@ def _search(first: int, options: argparse.Namespace) -> int:
             for outcome in run_programs(programs):
                 counts[outcome.kind] += 1
                 counts["with gradients"] += outcome.program.graded
-                if outcome.kind != "right" and shown < options.most:
+                if outcome.kind not in ("right", "refused") and shown < options.most:
                     shown += 1
                     show(outcome if options.quick else minimise(outcome))
         if time.time() - started > options.seconds or shown >= options.most:

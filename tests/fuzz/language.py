@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.dtensor.op_checks import Layout, distributed
 from tests.fuzz import modules
 from tilework.dtensor import DTensor
+from tilework.dtensor.base import is_moved
 from tilework.dtensor.dispatch.results import replicated
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
@@ -68,6 +69,8 @@ class Run:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     #: Gradients that hooks have seen, by name and number of the call.
     seen: dict[str, Tensor] = field(default_factory=dict)
+    #: Views that had to move elements, whose base was written to since: they may not be used.
+    stale: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.names |= {
@@ -146,14 +149,15 @@ class Run:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def write_local(self, tensor: Tensor, number: float) -> None:
-        """Multiply a tensor by a number, by way of its local tensor."""
+        """Multiply a tensor by a number, by way of its local tensor unless that is a copy."""
         is_linear = isinstance(tensor, DTensor) and tensor._spec.reduce_op in (None, "sum")
-        written = tensor.to_local() if isinstance(tensor, DTensor) and is_linear else tensor
+        written = tensor
+        if isinstance(tensor, DTensor) and is_linear and not is_moved(tensor):
+            written = tensor.to_local()
         if number == 0:  # a partial value's zeros, of which some are negative, sum to positive ones
             written.zero_()
         else:
             written.mul_(number)
-        tensor.detach()  # a view that is a copy is written to its base when it is next used
 
     def watch(self, tensor: Tensor, name: str) -> None:
         """Note the gradients of a tensor."""

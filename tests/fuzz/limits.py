@@ -5,8 +5,7 @@ Left out are these kinds of statements:
 - other data (``x.data = y``, ``set_``) for a view, for what was computed from a leaf, for what has
   views in its graph, and for what an operator has kept for its backward pass; of another shape,
   for a leaf;
-- dims changed in place without gradients, or where the gradient is retained; and gradients with
-  respect to a tensor whose dims were changed;
+- dims changed in place of what requires a gradient;
 - writes that torch does not count to what an operator has kept for its backward pass;
 - ``out=`` that requires a gradient and has another shape;
 - gradients with respect to a view, where another view has the same base: see limits.md;
@@ -54,8 +53,6 @@ class Speaker:
         self.run = run
         #: The memories that operators have kept for their backward passes.
         self._kept: set[int] = set()
-        #: Tensors in the graph whose dims were changed in place.
-        self._turned: list[Tensor] = []
         #: Memories that are not to be written to any more, which live on for their numbers' sake.
         self._fixed: dict[int, Any] = {}
         #: Views whose gradients have hooks.
@@ -87,19 +84,14 @@ class Speaker:
         if any(x is not None and not self._takes_data(x) for x in given):
             return True
         ungraded = bool(_UNGRADED.search(text))
-        for name in _DIMS.findall(text):
-            x = tensors.get(name)
-            if x is not None and x.requires_grad:
-                if ungraded or x.retains_grad:
-                    return True
-                self._turned.append(x)
+        turned = [tensors.get(name) for name in _DIMS.findall(text)]
+        if any(x is not None and x.requires_grad for x in turned):
+            return True
         resized = [tensors.get(name) for name in _RESIZED.findall(text) + _OUT.findall(text)]
         if ungraded and any(x is not None and x.requires_grad for x in resized):
             return True
         seen = [tensors.get(first or second) for first, second in _SEEN.findall(text)]
         if any(x is not None and self._has_sibling(x) for x in seen):
-            return True
-        if any(x is turned for x in seen for turned in self._turned):
             return True
         leaving = re.findall(r"\b(v\d+)\.requires_grad_\(False", text)
         if any(v._base is tensors.get(name) for name in leaving for v in self._hooked):

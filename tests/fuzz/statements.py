@@ -341,8 +341,7 @@ def _write_local(c: Chooser) -> str:
 
 
 def _become_view(c: Chooser) -> str:
-    # Once a view becomes another, its hooks see what torch has computed anew.
-    x = c.any(lambda t: not (t._is_view() and t._backward_hooks))
+    x = c.any(lambda t: not t.requires_grad)
     text = c.text(
         f"{x}.t_()",
         f"{x}.transpose_({c.dim(x)}, {c.dim(x)})",

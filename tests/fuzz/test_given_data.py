@@ -16,7 +16,7 @@ COUNT = 24
 def test_who_sees_whose_writes_is_as_in_torch(mesh: tuple[int, ...]) -> None:
     programs = [given_data.made(number, mesh) for number in range(1000, 1000 + COUNT)]
     outcomes = list(run_programs(programs))
-    wrong = [each for each in outcomes if each.kind != "right"]
+    wrong = [each for each in outcomes if each.kind not in ("right", "refused")]
     said = [each for each in wrong if re.search(given_data.SAID, each.why)]
     bad = [each for each in wrong if each not in said or each.kind != "raised"]
     assert not bad, f"{bad[0].kind}: {bad[0].why}\n{bad[0].program}"

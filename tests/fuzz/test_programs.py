@@ -16,7 +16,7 @@ COUNT = 30
 def test_programs_give_what_plain_tensors_give(mesh: tuple[int, ...]) -> None:
     programs = [program for n in range(COUNT) if expect(program := made(1000 + n, mesh))]
     assert len(programs) > COUNT * 0.9
-    wrong = [each for each in run_programs(programs) if each.kind != "right"]
+    wrong = [each for each in run_programs(programs) if each.kind not in ("right", "refused")]
     assert not wrong, f"{wrong[0].kind}: {wrong[0].why}\n{wrong[0].program}"
 
 
@@ -50,11 +50,6 @@ def test_what_goes_wrong_is_made_short() -> None:
         # Attention of nothing, which may be written to.
         "v0 = leaf('v0', (2, 3, 4), 46, 'R')\nv1 = v0[:, 1:1] * 1\n"
         "v2 = functional.scaled_dot_product_attention(v1, v1, v1, is_causal=True)\nv1.mul_(2.0)",
-        # Dims that change in place of views without elements on some ranks.
-        "v0 = leaf('v0', (1,), 81, 'S0')\nv1 = v0 * 2\nv2 = v1.swapaxes(-1, 0)\n"
-        "v2.unsqueeze_(-1)\nv2.mul_(2.0)",
-        "v0 = leaf('v0', (3, 2), 81, 'S1(0,2)')\nv1 = v0 * 2\nv2 = v1[1:]\nv2.t_()\n"
-        "v2.mul_(2.0)\nv1.mul_(3.0)\nv3 = v2 * v2",
         # torch keeps nothing of an input without elements, which may then be written to.
         "v0 = leaf('v0', (0, 4), 64, 'S0')\nv1 = v0 + -1.5\n"
         "v2 = functional.batch_norm(v1, None, None, training=True)\nv1[v1 > 0.3] = 0.0",
@@ -69,21 +64,6 @@ def test_what_goes_wrong_is_made_short() -> None:
         "with torch.inference_mode(): write_local(v0[-1, 2:4].data, -1.5)",
         "v0 = leaf('v0', (7, 2), 16, 'S1')\nv1 = v0 * 2\nv2 = v1[..., 0]\n"
         "write_local(v1[2:4, :2].data, 0.0)",
-        # Hooks after an operator that changes dims in place.
-        "v0 = leaf('v0', (2, 2, 2), 75, 'P')\nv1 = torch.cat([v0, v0], -3)\nv1.unsqueeze_(-1)\n"
-        "watch(v1, 'v1')\nv1[1, 1, -2, :1:2] = 0.25",
-        "v0 = leaf('v0', (2, 3, 4), 23, 'R')\nv1 = v0.sin()\nv2 = v1[0] * 2\nv1.squeeze_()\n"
-        "v3 = v1.relu()\nwatch(v1, 'v1')\ntorch._foreach_copy_([v1[:].detach()], [v3])",
-        "v0 = leaf('v0', (4, 6), 54, 'S1')\nv1 = v0[1:1, 3]\n"
-        "v2 = recomputed(lambda a: a.sin() + a, v1, reentrant=True)\nv2.unsqueeze_(0)",
-        # Elements that are one in memory.
-        "v0 = data((3,), 79, 'P')\nv1 = v0.unfold(0, 2, 1)\nv1 += 2.0",
-        "v0 = data((4, 3), 79, 'S0')\nv1 = v0.unfold(0, 2, 1)\nv1.mul_(2.0)\nv1[1] = 3.0",
-        "v0 = data((3, 1), 69, 'S1')\nv1 = v0.expand([2, 3, 3])\n"
-        "torch._foreach_mul_([v1[-2, 3:3, ..., 2].t()], 0.5)\nv1[0, :, 0].mul_(2.0)",
-        "v0 = data((4, 6), 36, 'P')\nv1 = v0[:, None].expand([4, 3, 6])\nv1.fill_(0.5)",
-        "v0 = leaf('v0', (1, 6), 42, 'S0')\nv1 = v0.expand([2, 6])\n"
-        "write_local(v1[1:2].data, 0.25)\nv2 = v1[:, 0]",
         # Views that have left their base's graph.
         "v0 = leaf('v0', (4, 4), 86, 'S0')\nv1 = v0.prod(-1)\n"
         "with torch.no_grad(): v2 = v1.select(-1, -4)\nv4 = v1[..., 0]\nv5 = v1.sum(-1)\n"
@@ -103,12 +83,6 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = leaf('v0', (4, 6), 96, 'PA')\nv1 = v0.unfold(0, 1, 2)\n"
         "v2 = recomputed(lambda a: (a * 2).sin() + a, v1, reentrant=True)",
         "v0 = leaf('v0', (4, 4), 93, 'PM')\nv1 = recomputed(lambda a: a.sin(), v0, reentrant=True)",
-        # Another shape of the same memory.
-        "v0 = data((4, 6), 29, 'S1')\nv1 = v0[1:]\nv2 = v1[0]\nv1.resize_([2, 3])\n"
-        "v0.mul_(2.0)\nv1 += 1.0",
-        # Writes through a view of a copied view, twice.
-        "v0 = data((4, 2), 77, 'P')\nv0.resize_([2, 2])\nv1 = v0.as_strided([1, 1], [1, 2])\n"
-        "v2 = v0[:, :]\nv2.mul_(0.0)\nv2.sub_(0.5)",
         # Leaves and results of Functions where gradients are off.
         "v0 = leaf('v0', (), 50, 'R')\nv1 = recomputed(lambda a: a.sin(), v0, reentrant=True)\n"
         "with torch.no_grad(): watch(v1, 'v1')",

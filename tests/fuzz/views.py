@@ -51,10 +51,6 @@ _CHANGES = (
     *("{t}.detach()[1:1].mul_(2)", "{t}.data[1:1].mul_(2)"),
 )
 _LOCAL = ("write_local({x}.detach(), 3.0)", "with torch.no_grad(): write_local({x}, 3.0)")
-_DIMS = (
-    *("{x}.squeeze_()", "{x}.unsqueeze_(0)", "{x}.t_()", "{x}.transpose_(0, -1)"),
-    *("{x}.swapaxes_(0, -1)", "{x}.unsqueeze_(-1)", "{x}.swapdims_(0, 1)", "{x}.squeeze_(0)"),
-)
 _CUTS = ("{x}.detach_()", "{x}.requires_grad_()", "{x}.requires_grad_(False)")
 _DATA = ("{x}.data = {x}.data * 2", "{x}.data = {x}.detach().clone()")
 _MODES = ("{}", "{}", "with torch.no_grad(): {}", "with torch.inference_mode(): {}")
@@ -62,8 +58,7 @@ _MODES = ("{}", "{}", "with torch.no_grad(): {}", "with torch.inference_mode(): 
 KINDS = {
     "writes": (_CHANGES,),
     "local": (_CHANGES, _LOCAL),
-    "dims": (_CHANGES, _DIMS),
-    "cuts": (_CHANGES, _DIMS, _CUTS),
+    "cuts": (_CHANGES, _CUTS),
     "data": (_CHANGES, _CUTS, _DATA),
 }
 

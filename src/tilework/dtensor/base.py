@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -50,15 +49,13 @@ class DTensorBase(TiledTensor):
     _grad: DTensorBase | None = None
     #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
     _deferred_grad: Callable[[], None] | None = None
-    #: The base of a copied view, and how to keep both in step.
-    _view_of: View | None = None
-    #: Of a view: the tensor whose memory it shares.
+    #: Of a view that is to be checked before use: if elements were moved, how the tensor is cut off
+    #: the graph of these: "" (not at all), "detach" or "data". See ``views/moved_views.py``.
+    _view_of: str | None = None
+    #: Of a view: the tensor that it was made of, and the call.
     _viewed: Viewed | None = None
-    #: The memory, unless this is a view; made by ``memory_of``. For ``data``, a separate count.
+    #: The memory, which views share; made by ``own_memory``.
     _memory: Memory | None = None
-    #: The tensors that stand for this tensor: as the base of copied views, and as it was before it
-    #: was given other data or other dims. See ``anchor_in`` and ``base_then``.
-    _stand_ins: tuple[DTensorBase, ...] = ()
     #: The provenance digest; None: the digest of the contents. See ``dtensor.provenance``.
     _digest: int | None = None
     #: Of a view: how it was made of what it shows, which then counts too.
@@ -67,11 +64,10 @@ class DTensorBase(TiledTensor):
     _cleared: int = 0
     #: Of a gradient: the digest that it was last given, and that of what was written to it.
     _noted: tuple[int, int | None] | None = None
-    #: True if it was made while gradients were off, as the results of a user's own Function are;
-    #: a record of a view of what requires a gradient.
-    _made_without_grad: bool | Ungraded = False
-    #: Places in the graph other than the local tensor's, if there are any.
-    _places: Places | None = None
+    #: True if it was made while gradients were off, as the results of a user's own Function are.
+    _made_without_grad: bool = False
+    #: The local tensor at places in the graph where gradients are partial, by the axes.
+    _aliases: dict[Ints, Alias] | None = None
 
     @property
     def __dict__(self) -> dict[str, Any]:
@@ -85,13 +81,14 @@ class DTensorBase(TiledTensor):
         A view of this tensor becomes the owner of the memory. A graph to this tensor's former local
         tensor raises in backward, as it does for plain tensors.
         """
-        before = _fields.__get__(self)
-        viewed = fields.get("_viewed")
+        viewed, memory = fields.get("_viewed"), fields.get("_memory")
         while viewed is not None and viewed[0] is not self:
-            viewed = viewed[0]._viewed
+            viewed = None if viewed[2] in APART else viewed[0]._viewed
         if viewed is not None:
-            fields.update(_viewed=None, _view_of=None, _memory=before.get("_memory"))
-        local = before.get("_local_tensor")
+            fields.update(_viewed=None)
+        if memory is not None and fields.get("_viewed") is None:
+            memory.owner = ref(self)
+        local = _fields.__get__(self).get("_local_tensor")
         if local is not None and local.is_leaf and local.requires_grad:
             get_gradient_edge(local).node.register_prehook(_refuse_swapped)
         _fields.__set__(self, fields)
@@ -172,32 +169,68 @@ def wrap_as(
 # -- records that a tensor keeps -------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
 class Memory:
     """Counts of writes, and other records, of the memory that a tensor shares with views of it.
 
-    A tensor that is given other data leaves the memory to the views.
+    Args:
+        owner: The tensor that has the memory, if that is no view.
+        root: The record of the memory, if torch counts the writes of the tensors that have this
+            record apart, as for ``data`` and for copies; None: this is the record.
+        shows: What the elements were copied from, if a view had to move them.
     """
 
-    #: The number of writes, those included that torch does not count.
+    #: The number of writes, those included that torch does not count; and the last one.
     writes: int = 0
+    writer: str = ""
     #: The provenance digest of all writes.
     digest: int = 0
-    #: Copied views whose local tensors were handed out.
-    handed_out: list[Any] | None = None
-    #: Views in the graph of a leaf, or views without elements on some rank.
-    graph_views: list[ref[DTensorBase]] | None = None
     #: Autograd's number at the last write that torch counts.
     written_at: int = -1
     #: Views that a user's own Function took.
-    taken: list[ref[DTensorBase]] | None = None
+    taken: tuple[ref[DTensorBase], ...] = ()
+    #: Local tensors with a count of writes of their own, which the program was given.
+    counters: tuple[Tensor, ...] = ()
     #: A local tensor of it, the numbers of writes to that and of changes of the mode when it was
     #: last hashed, and the digest of that.
     content: tuple[Tensor, int, int, int] | None = None
+    #: The number of elements, if the owner shows fewer since.
+    room: int | None = None
 
-    def of_other_data(self) -> Memory:
-        """The new record for a tensor that is given other data: torch's own count continues."""
-        return Memory(written_at=self.written_at, taken=self.taken)
+    def __init__(
+        self,
+        owner: DTensorBase | None = None,
+        root: Memory | None = None,
+        shows: Snapshot | None = None,
+    ) -> None:
+        self.root, self.shows = root, shows
+        self.owner = None if owner is None else ref(owner)
+
+    def counting_on(self, before: Memory) -> Memory:
+        """This record, of a tensor that had another one before: torch's own count continues."""
+        self.written_at, self.taken = before.written_at, before.taken
+        return self
+
+
+class Snapshot:
+    """Elements that were copied from a base.
+
+    Args:
+        base: The tensor that they are a view of.
+        local: The local tensor of the view.
+        spec: The layout of the view.
+        redo: Makes the same view of a given tensor, a DTensor or a plain tensor.
+        write: Writes the view's value (the second argument) to the base (the first).
+    """
+
+    __slots__ = ("base", "base_spec", "count", "local", "own_count", "redo", "spec", "write")
+
+    def __init__(
+        self, base: DTensorBase, local: Tensor, spec: DTensorSpec, redo: Redo, write: Write
+    ) -> None:
+        self.base, self.base_spec = base, base._spec
+        self.local, self.spec, self.redo, self.write = local, spec, redo, write
+        #: The numbers of writes, to the base and to the copy, when both were last equal.
+        self.count = self.own_count = 0
 
 
 class Alias(NamedTuple):
@@ -223,47 +256,11 @@ class Place(NamedTuple):
     spec: DTensorSpec
 
 
-class Ungraded(NamedTuple):
-    """A view that was made without gradients, of a tensor that requires a gradient."""
-
-    #: The local tensor that has the memory.
-    local: Tensor
-    #: torch's count of writes to ``local`` at the time when the view was made.
-    version: int
-
-
-class Places:
-    """The places of a tensor in the graph other than the local tensor's."""
-
-    __slots__ = ("aliases", "before", "gone", "refuses")
-
-    def __init__(self) -> None:
-        #: Where gradients are partial, by their axes.
-        self.aliases: dict[Ints, Alias] = {}
-        #: Of a stand-in: the local tensor that it had before, of the same memory.
-        self.before: Tensor | None = None
-        #: Of a stand-in: True if the tensor was given other data; and if views made before may
-        #: not be used where gradients are recorded.
-        self.gone = self.refuses = False
-
-
-def places_of(tensor: DTensorBase) -> Places:
-    """The places of a tensor in the graph other than the local tensor's."""
-    if tensor._places is None:
-        tensor._places = Places()
-    return tensor._places
-
-
-#: The tensor that a view was made of; the layout that it had then, which forms in place such as
-#: ``t_`` change; and the call that made the view, with the tensor as its first argument, or None
-#: for the whole tensor. A plain tuple, for views are made in a few microseconds.
-Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any]]
-
-
-class ViewedInPlace(Viewed):
-    """A tensor that an operator in place made a view of an anchor. For torch it is not a view."""
-
-    __slots__ = ()
+#: The tensor that a view was made of; the layout that it had then; the call that made the view,
+#: with the tensor as its first argument, or None for the whole tensor; and how that tensor was made
+#: of another one, or where it begins in its memory. A plain tuple, for views are made in a few
+#: microseconds.
+Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any], Any]
 
 
 def data_of(tensor: Tensor) -> Tensor:
@@ -271,66 +268,37 @@ def data_of(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def owner_of(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that owns the memory of a view; the tensor itself if it is not a view.
+#: Calls that make views outside of the graph.
+APART = (Tensor.detach, data_of)
 
-    If the owner was given other data since, the first view of the memory that is left.
+
+def own_memory(tensor: DTensorBase) -> Memory:
+    """The record that a tensor shares with those whose writes torch counts together with its own.
+
+    Made if there is none.
     """
-    while (viewed := tensor._viewed) is not None:
-        base = viewed[0]
-        if base._spec is not viewed[1]:
-            then = base_then(tensor)
-            if then is None:
-                return tensor
-            base = then
-        tensor = base
-    return tensor
+    memory = tensor._memory
+    if memory is None:
+        memory = tensor._memory = Memory(tensor)
+    return memory
 
 
 def memory_of(tensor: DTensorBase) -> Memory:
-    """The memory that a tensor shows."""
-    return own_memory(owner_of(tensor))
+    """The memory that a tensor would show, were it plain. A copy counts as what it is a view of."""
+    memory = own_memory(tensor)
+    return memory if memory.root is None else memory.root
 
 
-def own_memory(owner: DTensorBase) -> Memory:
-    """The memory record of a tensor that is not a view; made if there is none.
-
-    ``x.data`` has a record of its own, since torch counts writes to it separately.
-    """
-    if owner._memory is None:
-        owner._memory = Memory()
-    return owner._memory
+def is_moved(tensor: DTensorBase) -> bool:
+    """True if a tensor shows a copy of elements of a base, since they had to move."""
+    return tensor._view_of is not None and own_memory(tensor).shows is not None
 
 
-def base_then(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of, or the stand-in that keeps the layout of that time.
-
-    None if no other tensor has that layout any more.
-
-    A tensor gets another layout object when dims change in place or when it is given other data. A
-    stand-in then keeps the old layout object.
-    """
-    assert tensor._viewed is not None
-    base, spec, *_ = tensor._viewed
-    if base._spec is spec:
-        return base
-    for before in base._stand_ins:
-        if before._spec is spec:
-            return before
-    return None
-
-
-def anchor_in(tensor: DTensorBase) -> DTensorBase | None:
-    """The anchor: the stand-in for a tensor as it is now, as the base of copied views; or None."""
-    anchor = tensor._stand_ins[-1] if tensor._stand_ins else None
-    if anchor is None or anchor._viewed is None or anchor._viewed[0] is not tensor:
-        return None
-    return anchor
-
-
-def without_anchor(tensor: DTensorBase) -> tuple[DTensorBase, ...]:
-    """The stand-ins that keep earlier states of a tensor: all except the anchor."""
-    return tensor._stand_ins if anchor_in(tensor) is None else tensor._stand_ins[:-1]
+def owner_of(tensor: DTensorBase) -> DTensorBase:
+    """The tensor that has the memory of a view; the tensor itself if there is no other one."""
+    owner = memory_of(tensor).owner
+    found = None if owner is None else owner()
+    return tensor if found is None else found
 
 
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
@@ -338,7 +306,7 @@ def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
 
     ``detach()`` and ``data`` give views that are outside of the graph.
     """
-    if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
+    if tensor._viewed is None or tensor._viewed[2] in APART:
         return None
     return tensor._viewed[0]
 
@@ -350,106 +318,6 @@ def root_in_graph(tensor: DTensorBase) -> DTensorBase:
     return tensor
 
 
-def has_left(stand_in: DTensorBase) -> bool:
-    """True if the tensor that a stand-in stands for was given other data."""
-    return stand_in._places is not None and stand_in._places.gone
-
-
-class View:
-    """The base of a view whose elements are copies, and how to keep both in step.
-
-    Tensors of one layout that share such a copy share their View.
-
-    Args:
-        base: The tensor that it is a view of.
-        value: The local tensor of the view.
-        redo: Makes the same view of a given tensor, a DTensor or a plain tensor.
-        write: Writes the view's value to the elements of the base that the view shows; None: the
-            base is gathered for this.
-        shares: True if the view shares the base's memory, and the base is a copied view itself.
-        apart: How it is cut off the base's graph: by "detach", by "data" (whose writes torch does
-            not count either), or not at all.
-    """
-
-    __slots__ = (
-        *(
-            "apart",
-            "base",
-            "counted",
-            "first",
-            "graded",
-            "joined",
-            "local",
-            "redo",
-            "required",
-            "shares",
-            "value",
-        ),
-        *("version", "write", "writes"),
-    )
-
-    def __init__(
-        self,
-        base: DTensorBase,
-        value: Tensor,
-        redo: Redo,
-        write: Write | None = None,
-        shares: bool = False,
-        apart: str = "",
-    ) -> None:
-        self.base, self.value, self.redo, self.write = base, value, redo, write
-        self.shares, self.apart = shares, apart
-        #: True if the view's gradient goes nowhere: the base requires a gradient only since then.
-        self.joined = False
-        self.graded = torch.is_grad_enabled()
-        self.note()
-        self.first = self.version
-
-    def note(self) -> None:
-        """Remember that the copy has what the base holds now."""
-        self.local = self.base._local_tensor
-        self.version = version_of(self.local)
-        self.required = self.base_requires_grad
-        self.writes = memory_of(self.base).writes
-        self.counted = version_of(owner_of(self.base)._local_tensor)
-
-    @property
-    def is_stale(self) -> bool:
-        """True if the base was written to since."""
-        local, places = self.base._local_tensor, self.base._places
-        return (
-            not (local is self.local or (places is not None and self.local is places.before))
-            or version_of(local) != self.version
-            or memory_of(self.base).writes != self.writes
-            or version_of(owner_of(self.base)._local_tensor) != self.counted
-            # Where nothing was written, torch leaves it out of the graph.
-            or (not self.required and self.version != self.first and self.base_requires_grad)
-        )
-
-    @property
-    def base_requires_grad(self) -> bool:
-        """True if the tensor that it is a view of in the graph requires a gradient."""
-        tensor = self.base
-        while (base := base_in_graph(tensor)) is not None and not has_left(base):
-            tensor = base
-        return tensor._local_tensor.requires_grad
-
-    @property
-    def base_joined_graph(self) -> bool:
-        """True if the base was made to require a gradient since, and was not written to."""
-        return not (self.required or self.apart) and self.base_requires_grad
-
-    @property
-    def only_values_changed(self) -> bool:
-        """True if no write since has entered the graph: torch counts none to ``data``."""
-        local = self.base._local_tensor
-        return (
-            local is self.local
-            and version_of(local) == self.version
-            and self.base_requires_grad == self.required
-        )
-
-
 #: A view of a DTensor, and of a plain tensor likewise.
 Redo = Callable[[Any], Any]
 #: Writes a view's value (the second) to what it is a view of (the first).
@@ -459,3 +327,24 @@ Write = Callable[[Any, Any], None]
 def version_of(tensor: Tensor) -> int:
     """The number of writes to a tensor so far; 0 for inference tensors, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def writes_to(base: DTensorBase) -> int:
+    """The number of writes to the memory of a base, those to local tensors included."""
+    memory = memory_of(base)
+    owner = None if memory.owner is None else memory.owner()
+    locals_ = [base._local_tensor, *memory.counters]
+    if owner is not None and owner is not base:
+        locals_.append(owner._local_tensor)
+    return memory.writes + sum(map(version_of, locals_))
+
+
+def is_stale(tensor: DTensorBase) -> bool:
+    """True for a copy of elements of a base that does not have the values of the base any more."""
+    shown = own_memory(tensor).shows
+    return shown is not None and (
+        is_stale(shown.base)
+        or shown.base._spec is not shown.base_spec
+        or writes_to(shown.base) != shown.count
+        or version_of(shown.local) != shown.own_count
+    )

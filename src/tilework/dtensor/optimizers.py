@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.dtensor.base import is_moved
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
@@ -35,6 +36,7 @@ from tilework.dtensor.provenance.digests import (
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.dtensor.verify import compare_after_step
+from tilework.dtensor.views.moved_views import wrote
 from tilework.dtensor.views.places import count_write
 from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
 
@@ -122,8 +124,8 @@ def _on_locals(
             local = param._local_tensor
             if param._spec.partial_axes or not param._spec.takes_part:
                 return None
-            if param._view_of is not None or getattr(param._grad, "_view_of", None) is not None:
-                return None  # a write to a copied view must also reach the base's memory
+            if is_moved(param) or (param._grad is not None and is_moved(param._grad)):
+                return None  # a write to a moved view must also reach the base's memory
             params.append(local)
             if state := optimizer.state.get(param):
                 if not _sharded_alike(param, state):
@@ -244,6 +246,7 @@ def _note_step(
                 digest = hash((digest, value.item()))
         note_write(param, digest)
         count_write(param)
+        wrote(param, "a step of an optimizer")
 
 
 _digest_of_name = cache(stable_digest)

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor import serialization
-from tilework.dtensor.autograd import changed_in_place, gradients, local_graph
-from tilework.dtensor.base import DTensorBase, data_of, wrap_as
+from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.base import DTensorBase, Memory, data_of, is_moved, memory_of, wrap_as
 from tilework.dtensor.debug import causes
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.debug.picture import layout_lines
@@ -44,9 +44,8 @@ from tilework.dtensor.torch_tensors import (
     torch_from_local,
     torch_placements,
 )
-from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.deep_copies import deep_copy
-from tilework.dtensor.views.graph_views import before_leaving_graph
+from tilework.dtensor.views import moved_views
+from tilework.dtensor.views.memory_layout import offset_of
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
@@ -248,24 +247,21 @@ class DTensor(DTensorBase):
         Raises:
             ValueError: Gradients of these placements cannot become this tensor's.
         """
-        if self._view_of is not None:
-            copied_views.refresh(self)
-        if self._viewed is not None:
-            copied_views.hand_out(self)
+        moved_views.hand_out(self)
         if grad_placements is None:
             return local_graph.local_of(self)
         given = [*map(native_placement, placements_in(grad_placements))]
         return gradients.local_with_grad(self, given)
 
     def local_tiles(self) -> list[Tensor]:
-        """The local tensor in a list; an empty list outside the mesh.
+        """The local tensor in a list; an empty list outside the mesh. Local.
 
-        Collective for a copied view whose base was written to since.
+        Raises:
+            RuntimeError: It is a view that had to move elements, and the base was written to since.
         """
         if self._view_of is not None:
-            copied_views.refresh(self)
-        if self._viewed is not None:
-            copied_views.hand_out(self)
+            moved_views.check_fresh(self)
+        moved_views.hand_out(self)
         return super().local_tiles()
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -334,9 +330,7 @@ class DTensor(DTensorBase):
         if target == source:
             if dtypes is not None and dtypes[0] != local.dtype:
                 return cast(DTensor, self.to(dtypes[0]))
-            return copied_views.same_memory(
-                self, local, lambda x: x.redistribute(placements=placements, order=order)
-            )
+            return moved_views.same_memory(self, local)
         if causes.watchers:
             causes.begin_operator("redistribute")
         # Within an operator the program does not get the result, so that no plain tensor can give
@@ -379,8 +373,6 @@ class DTensor(DTensorBase):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        if not requires_grad and self._local_tensor.requires_grad:
-            before_leaving_graph(self, remains_leaf=True)
         local_graph.local_of(self).requires_grad_(requires_grad)
         local_graph.mirror_requires_grad(self)
         return self
@@ -397,8 +389,6 @@ class DTensor(DTensorBase):
     def grad(self) -> DTensor | None:
         if self._deferred_grad is not None:
             self._deferred_grad()
-        if self._grad is not None and self._grad._view_of is not None:
-            gradients.refresh_grad(self)
         known, local = self._grad, self._local_tensor.grad
         if local is None:
             return None
@@ -427,9 +417,8 @@ class DTensor(DTensorBase):
     @property
     def data(self) -> DTensor:
         if self._view_of is not None:
-            copied_views.refresh(self)
-        local = self._local_tensor.data
-        return copied_views.same_memory(self, local, data_of, apart="data")
+            moved_views.check_fresh(self)
+        return moved_views.same_memory(self, self._local_tensor.data, data_of)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -468,7 +457,6 @@ class DTensor(DTensorBase):
         return gradients.register_post_accumulate_grad_hook(self, hook)
 
     def retain_grad(self) -> None:
-        changed_in_place.check_gradient_is_whole(self)
         local_graph.in_graph(self).retain_grad()
 
     @property
@@ -507,7 +495,7 @@ class DTensor(DTensorBase):
             spec = self._spec.with_strides(like_strides(self._spec.shape, self._spec.strides))
             copied = wrap(local.detach().clone(), spec, digest)
         else:
-            copied = deep_copy(self, memo)
+            copied = _deep_copy(self, memo)
         copied.requires_grad_(local.requires_grad)
         if not is_param and local.grad is not None:
             copied._local_tensor.grad = copy.deepcopy(local.grad, memo)
@@ -541,6 +529,29 @@ class DTensor(DTensorBase):
         if dtype is not None:
             array = array.astype(dtype, copy=False)
         return array.copy() if copy else array
+
+
+def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
+    """A copy that requires no gradient. Copies in one ``memo`` share memory as the originals do."""
+    known: Any = memo
+    copies = known.setdefault("tilework", {})
+    root, moved = memory_of(tensor), is_moved(tensor)
+    first, was_moved = copies.setdefault(root, (None, moved))
+    if first is not None and (moved or was_moved):
+        raise RuntimeError(
+            f"{tensor!r} is copied deeply together with a tensor of the same memory, and one of "
+            f"them is a view that had to move elements: the copies would not share memory. Copy a "
+            f"clone() of the view"
+        )
+    digest = tensor._digest if tensor._made is None else digest_of(tensor)
+    copied = wrap(copy.deepcopy(tensor._local_tensor.detach(), memo), tensor._spec, digest)
+    if first is None:
+        copied._memory = Memory(copied)
+        copies[root] = copied._memory, moved
+    else:
+        copied._memory, copied._made, copied._digest = Memory(None, first), digest, None
+    moved_views.note_start(copied, offset_of(tensor))
+    return copied
 
 
 def _set_values(tensor: Tensor, value: Tensor | complex) -> None:

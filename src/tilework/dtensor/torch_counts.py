@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
@@ -13,9 +12,6 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 
 _base: Any = torch._C.TensorBase
-_storage_holders: Any = torch._C._storage_Use_Count
-#: The count of a storage's holders if a single tensor has it: the tensor, and the asking object.
-_ALONE = 2
 #: The number of holders of a tensor in C++: the Python object, and nodes of graphs.
 holders: Callable[[Tensor], int] = _base._use_count
 #: The number that autograd gives the next node of this thread.
@@ -28,34 +24,6 @@ def number_of(node: Any) -> int:
     """Autograd's number of a node, higher for later nodes; 0 for a node without a number."""
     number = 0 if node is None else int(node._sequence_nr())
     return 0 if number == _NO_NUMBER else number
-
-
-def _holders_of_base(view: Any) -> int:
-    """The count of Python's references to the tensor that a view was made of, but the view's."""
-    by_view = 1 + sum(arg is view._viewed[0] for arg in view._viewed[3])
-    return sys.getrefcount(view._viewed[0]) - by_view
-
-
-class _Sample:
-    _viewed = object(), None, None, ()
-
-
-#: The count if only the view itself refers to it.
-_NOBODY = _holders_of_base(_Sample)
-
-
-def is_shown_elsewhere(tensor: DTensorBase) -> bool:
-    """True if another tensor may share a tensor's memory. Local.
-
-    A base that only the tensor itself keeps, such as ``y`` of ``x.data = y``, does not count. The
-    ranks agree if a DTensor shares the memory, since then the local tensors do on all ranks.
-    """
-    storage: Any = tensor._local_tensor.untyped_storage()
-    own = _ALONE
-    while tensor._viewed is not None and _holders_of_base(tensor) == _NOBODY:
-        tensor = tensor._viewed[0]
-        own += tensor._local_tensor.untyped_storage().data_ptr() == storage.data_ptr()
-    return not storage.nbytes() or _storage_holders(storage._cdata) > own
 
 
 def living(known: Iterable[ref[DTensorBase]] | None) -> list[DTensorBase]:

@@ -205,7 +205,7 @@ class _Awaited(LocalFunction):
 def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Sequence[Any]) -> Any:
     """The DTensor of torch's with this local tensor, at the same place in the graph.
 
-    A write of torch's to it counts as a write to the local tensor: copied views are computed again,
+    A write of torch's to it counts as a write to the local tensor: moved views made before raise,
     and a backward that needs the overwritten values raises.
 
     Args:

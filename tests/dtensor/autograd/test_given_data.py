@@ -13,7 +13,6 @@ from tests.fuzz.language import Run
 from tests.fuzz.programs import compare
 from tests.tables import each, pairs
 from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from tilework.dtensor.base import base_then
 from tilework.testing import run_ranks
 
 
@@ -86,12 +85,11 @@ def test_data_that_a_tensor_had_before_do_not_stay_in_memory() -> None:
     assert run_ranks(2, on_rank) == [True, True]
 
 
-def test_swapped_data_are_shown_by_a_chain_that_does_not_grow() -> None:
-    def on_rank(rank: int) -> list[int]:
+def test_swapped_data_are_shown_without_a_chain() -> None:
+    def on_rank(rank: int) -> bool:
         mesh = init_device_mesh("cpu", (2,))
         w: Any = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
         average: Any = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
-        lengths = []
         for number in range(6):
             before = w.data
             w.data, average = average, before
@@ -99,13 +97,9 @@ def test_swapped_data_are_shown_by_a_chain_that_does_not_grow() -> None:
                 w.add_(1)
             assert w.full_tensor().eq(number // 2 + 1 + number % 2).all()
             assert average.full_tensor().eq(number // 2 + 1).all()
-            base, length = w, 0
-            while base._viewed is not None:
-                base, length = base_then(base), length + 1
-            lengths.append(length)
-        return lengths
+        return w._viewed is None
 
-    assert run_ranks(2, on_rank) == [[1] * 6] * 2
+    assert run_ranks(2, on_rank) == [True, True]
 
 
 def test_data_of_another_shape_are_refused_where_gradients_wait() -> None:
@@ -150,7 +144,7 @@ def test_views_made_before_show_the_memory_of_then(placement: str, views: str, d
     )
 
 
-_BEYOND = "given other data|given data|of another layout"
+_BEYOND = "given other data|given data|of another layout|has other data"
 
 
 @each(
@@ -162,7 +156,6 @@ _BEYOND = "given other data|given data|of another layout"
         ("S0", "v1 = v0 * 2", "v1.data = v1.data.t()"),
         # A use of a view, a copied one or not, whose tensor was then written to.
         ("S1", "v2 = v0 * 2\nv1 = v2.flatten()\nv2.data = v2.data * 2\nv2.mul_(3)", "v1 * 3"),
-        ("S1", "v2 = v0 * 2\nv1 = v2.flatten()\nv2.data = v2.data * 2\nv2.t_()", "v1[0] * 3"),
         # A recorded write to one.
         ("S0", "v2 = v0 * 2\nv1 = v2[0]\nv2.data = v2.data * 2", "v1.mul_(3)"),
     ],
@@ -175,7 +168,7 @@ def test_data_beyond_the_limit_are_refused_on_all_ranks(layout: str, make: str, 
             run.execute(line)
         with pytest.raises(RuntimeError, match=_BEYOND):
             run.execute(text)
-        run.execute("v1 = v1.detach() * 2")
+        del run.names["v1"]
         run.backward()
 
     run_ranks(2, on_rank)

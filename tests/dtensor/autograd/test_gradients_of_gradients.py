@@ -178,11 +178,9 @@ def test_they_are_those_of_plain_tensors(name: str) -> None:
 #: Views of what each rank has little of.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "view_as": lambda x: x.view_as(x),
-    "select": lambda x: x[-1],
     "slice": lambda x: x[:1],
     "transpose": lambda x: x.t(),
     "expand": lambda x: x.expand(2, *x.shape),
-    "ravel": lambda x: x.ravel(),
     "view of a view": lambda x: x[None].squeeze(0).t()[:1],
 }
 
@@ -214,10 +212,8 @@ def test_views_of_a_leaf_that_was_written_to_keep_their_graph_on_each_rank(name:
 #: Views that are written to, each of elements that some ranks have nothing of.
 WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x[:1],
-    "a column": lambda x: x.t()[0],
     "part of another shape": lambda x: x.view(2, 4)[:, 1:3],
     "flat": lambda x: x.flatten(),
-    "before its dims change": lambda x: (x[:1], x.t_())[0],
 }
 
 

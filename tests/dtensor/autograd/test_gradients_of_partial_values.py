@@ -146,7 +146,6 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "cumsum_": lambda x: x.cumsum_(0),
     "cumprod_": lambda x: x.cumprod_(1),
     "tril_": lambda x: x.tril_(),
-    "t_": lambda x: x.t_(),
     "addcmul_": lambda x: x.addcmul_(x * 1, x * 1),
     "a row": lambda x: x[0].zero_(),
     "a mask": lambda x: x.__setitem__(x > 3, 1.0),

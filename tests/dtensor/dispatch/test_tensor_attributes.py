@@ -84,7 +84,7 @@ def test_the_base_of_a_view_is_the_tensor_that_is_none(placement: Placement) -> 
         assert row[1:]._base is x
         x.t_()
         assert x[1]._base is x
-        assert all(each._base is None for each in (x, x.detach(), row * 2, x.clone()))
+        assert all(each._base is None for each in (x, x.detach(), x[1] * 2, x.clone()))
 
     run_ranks(2, program)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -68,15 +69,13 @@ def test_a_copy_is_written_where_it_is_asked_for(placements: list[Placement]) ->
     [
         lambda x, s: torch.as_strided_scatter(x[:1].expand(3, 3), s, (2, 2), (1, 2), 1),
         lambda x, s: torch.as_strided_scatter(x[1:2].expand(3, 3), s, (2, 2), (1, 2)),
-        lambda x, s: torch.as_strided_scatter(x.unfold(0, 2, 1), s, (2, 2), (1, 2), 1),
         lambda x, s: torch.as_strided_scatter(torch.arange(12.0)[3:], x[:2, :2], (2, 2), (1, 2)),
-        lambda x, s: torch.select_scatter(x.unfold(0, 2, 1), s[0].expand(3, 2), 0, 0),
         lambda x, s: torch.select_scatter(x[:1].expand(3, 3), s[0, :1].expand(3), 0, -1),
         lambda x, s: torch.slice_scatter(x[:, :1].expand(4, 3), s[:1].repeat(4, 1), 1, 0, 2),
         lambda x, s: torch.diagonal_scatter(x[:, :1].expand(4, 3), s.view(-1)[:3]),
     ],
 )
-def test_scatters_to_what_is_expanded_unfolded_or_plain(
+def test_scatters_to_what_is_expanded_or_plain(
     scatter: Callable[[Tensor, Tensor], Tensor], placements: list[Placement]
 ) -> None:
     """torch copies the elements of what is expanded, and else the memory."""
@@ -90,5 +89,18 @@ def test_scatters_to_what_is_expanded_unfolded_or_plain(
         )
         assert torch.equal(result.full_tensor(), expected)
         assert result.stride() == expected.stride()
+
+    run_ranks(2, program)
+
+
+@each("view", [lambda x: x[1:], lambda x: x.t()[:2], lambda x: x.unfold(0, 2, 1)])
+def test_only_elements_of_the_tensor_itself_are_moved(view: Callable[[Tensor], Tensor]) -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(values()[0], init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(RuntimeError, match="elements of the memory that the tensor does not"):
+            view(x).as_strided((2, 2), (3, 1), 0)
+        shown = x[1:].as_strided((2, 2), (3, 1))
+        shown.zero_()
+        assert x.full_tensor().tolist() == [[0, 1, 2], [0, 0, 5], [0, 0, 8], [9, 10, 11]]
 
     run_ranks(2, program)

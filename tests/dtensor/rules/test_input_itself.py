@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dtensor.views.test_copied_views import BOX, Make, check
+from tests.dtensor.views.test_moved_views import BOX, Make, check
 from tests.tables import each
 from tilework.dtensor import Partial, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks

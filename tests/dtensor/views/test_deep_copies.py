@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.dtensor.views.test_copied_views import BOX, Make, check
+from tests.dtensor.views.test_moved_views import BOX, Make, check
 from tests.fuzz.programs import compare
 
 MATRIX = BOX[0]

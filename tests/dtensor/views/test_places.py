@@ -66,13 +66,6 @@ def detached(x: Tensor) -> Tensor:
     return b + a
 
 
-def transposed(x: Tensor) -> Tensor:
-    a = x * 2
-    b = tripled(a)
-    a.t_()
-    return b + a.t()
-
-
 def in_a_list(x: Tensor) -> Tensor:
     a = x * 2
     b = tripled(a)
@@ -123,7 +116,7 @@ def looked_at(x: Tensor) -> Tensor:
 @each(
     "program",
     [
-        *(multiplied, multiplied_twice, detached, transposed, in_a_list, of_a_view),
+        *(multiplied, multiplied_twice, detached, in_a_list, of_a_view),
         *(by_a_view, by_its_local_tensor, by_the_base, looked_at),
     ],
 )
@@ -231,7 +224,6 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = 
     "detached": (lambda x: x.detach().requires_grad_(), lambda x: x.detach().add_(1)),
     "in a list": (lambda x: x, lambda x: torch._foreach_add_([x], 1.0)),
     "as out": (lambda x: x, lambda x: torch.add(x.detach(), 1.0, out=x.detach())),
-    "dims": (lambda x: x, lambda x: x.t_()),
 }
 
 
@@ -254,7 +246,9 @@ def test_what_a_function_saved_may_not_be_written_to(
         result = function(taken(whole))
         result = result * 2 if linked else result
         writes(whole)
-        with pytest.raises(RuntimeError, match=r"modified by an inplace|written to between"):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace|written to between|had to move"
+        ):
             result.sum().backward()  # type: ignore[no-untyped-call]
 
     for linked in (False, True):

@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd.batched_grads import batched_grads
-from tilework.dtensor.autograd.changed_in_place import (
-    check_gradient_is_whole,
-    check_no_leaf,
-    refuse_views_of_before,
-    show_shape,
-)
 from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import (
+    APART,
     DTensorBase,
+    DTensorT,
+    Memory,
     Place,
-    anchor_in,
-    data_of,
-    owner_of,
-    places_of,
+    base_in_graph,
+    is_moved,
+    memory_of,
+    own_memory,
     wrap_as,
 )
 from tilework.dtensor.provenance.call_counts import call_counts_of
@@ -37,11 +34,10 @@ from tilework.dtensor.redistribution.redistribute import (
     with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.torch_counts import holders, is_shown_elsewhere, living
+from tilework.dtensor.torch_counts import holders, living, show_as
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
-from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.graph_views import views_of
-from tilework.dtensor.views.places import same_place
+from tilework.dtensor.views import moved_views
+from tilework.dtensor.views.memory_layout import offset_of
 from tilework.layout import Placement
 
 
@@ -116,9 +112,8 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     if value._spec != spec:
         grad = wrap_as(type(tensor), local, spec, hash((digest_of(value), spec.digest)))
         if not local.requires_grad:
-            copied_views.mark(grad, value.detach(), _placed_as(spec), _write_placed)  # type: ignore[arg-type]
+            moved_views.mark(grad, value.detach(), _placed_as(spec), _write_placed)  # type: ignore[arg-type]
     tensor._local_tensor.grad = grad._local_tensor
-    copied_views.hand_out(grad)  # to backward passes, which write to it
     tensor._grad = grad
 
 
@@ -129,24 +124,6 @@ def _placed_as(spec: DTensorSpec) -> Callable[[Any], Any]:
 
 def _write_placed(base: DTensorBase, value: DTensorBase) -> None:
     base.copy_(value)
-
-
-def refresh_grad(tensor: DTensorBase) -> None:
-    """Update a tensor's gradient, if it is a copied view and the base has changed.
-
-    Collective if the base has changed.
-    """
-    grad = tensor._grad
-    assert grad is not None
-    local, view = grad._local_tensor, grad._view_of
-    copied_views.refresh(grad)
-    if grad._local_tensor is not local and not local.requires_grad:  # which is autograd's
-        with torch.no_grad():
-            local.copy_(grad._local_tensor)
-        grad._local_tensor = local
-        if view is not None and view is not copied_views.WATCHED:
-            view.value = local
-            copied_views.hand_out(grad)
 
 
 def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
@@ -164,45 +141,77 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         )
     if _is_all_of(value, tensor):
         return
-    if tensor._places is not None:
-        tensor._places.aliases = {}  # which are in the graph, and would pass for a use
+    tensor._aliases = None  # which are in the graph, and would pass for a use
     used = _is_in_graph(tensor)
     _check_may_get_data(tensor, value, used)
-    stays = tensor.is_leaf and tensor._spec == value._spec
-    digest = digest_of(value)
+    digest, start = digest_of(value), offset_of(value)
     shown = local_of(value).data
-    copied_views.forget_handed_out(tensor)
-    memory = owner_of(tensor)._memory
-    anchor = _leave_memory(tensor, value, used)
-    tensor._memory = None if memory is None else memory.of_other_data()
+    _keep_base(tensor, value)
+    before, given, shows = own_memory(tensor), memory_of(value), own_memory(value).shows
+    _leave_memory(tensor)
+    memory = Memory(tensor) if is_new else Memory(None, given, shows)
+    tensor._memory = memory.counting_on(before)
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
     _set_local_data(tensor, shown, value._spec)
-    tensor._view_of = tensor._viewed = tensor._made = None
     tensor._spec, tensor._grad = value._spec.copy(), None
-    if anchor is not None:
-        _note_left(tensor, anchor, stays)
     note_write(tensor, digest)
     if not is_new:
-        copied_views.share_memory(tensor, value)
+        moved_views.share_memory(tensor, value, start)
     show_shape(tensor)
 
 
-def _note_left(tensor: DTensorBase, anchor: DTensorBase, stays: bool) -> None:
-    """Tell the views that were made before a tensor got other data that it has. Local.
+def _keep_base(tensor: DTensorBase, value: DTensorBase) -> None:
+    """Give a copy of elements of ``tensor``, which becomes its data, another base. Local."""
+    while is_moved(value):
+        shown: Any = own_memory(value).shows
+        if shown.base is tensor:
+            shown.base = tensor.detach()
+        value = shown.base
 
-    Args:
-        tensor: The tensor.
-        anchor: Stands for the tensor as it was, as the base of those views.
-        stays: True if the tensor is a leaf, and the layout is the same.
+
+def _leave_memory(tensor: DTensorBase) -> None:
+    """Make a tensor that is about to get other memory no view, and no owner of its own. Local."""
+    memory = memory_of(tensor)
+    if memory.owner is not None and memory.owner() is tensor:
+        memory.owner = None
+    tensor._view_of = tensor._viewed = tensor._made = None
+
+
+def show_shape(tensor: DTensorBase) -> None:
+    """Give the wrapper that torch's C++ code sees the shape that the tensor has now."""
+    with torch.inference_mode(False):
+        show_as(tensor, wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec))
+
+
+def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
+    """Give ``tensor`` the memory, shape and layout of ``value``, an in-place result. Local."""
+    check_no_leaf(tensor)
+    _leave_memory(tensor)
+    tensor._memory, tensor._grad, tensor._aliases = Memory(tensor), None, None
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
+    note_write(tensor, digest_of(value))
+    show_shape(tensor)
+    return tensor
+
+
+def check_no_leaf(tensor: DTensorBase) -> None:
+    """Raise if a tensor may not change in place: a leaf that requires a gradient, or a view of it.
+
+    Without gradients (``no_grad``) nothing is refused, as in torch.
     """
-    if stays:
+    if not torch.is_grad_enabled():
         return
-    refuse_views_of_before(tensor)
-    for view in views_of(anchor):
-        if view._view_of is None:
-            view._view_of = copied_views.WATCHED
+    graded = tensor.requires_grad
+    base: DTensorBase | None = tensor
+    while base is not None:
+        if base.is_leaf and (base.requires_grad or (graded and base is not tensor)):
+            which = "a leaf" if base is tensor else "a view of a leaf"
+            raise RuntimeError(
+                f"{which} Variable that requires grad is being used in an in-place operation."
+            )
+        base = base_in_graph(base)
 
 
 def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
@@ -213,7 +222,7 @@ def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> 
         value: The tensor whose data it is to get.
         used: True if results of ``tensor`` wait for gradients: see :func:`_is_in_graph`.
     """
-    if copied_views.is_view(tensor):
+    if moved_views.is_view(tensor):
         raise RuntimeError(
             f"{tensor!r} is a view, and cannot be given other data: torch's graph would still take "
             f"it for a view. Make it a tensor of its own first, v = v.detach(), or write to it, "
@@ -284,34 +293,10 @@ def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
         viewed = value._viewed
         if viewed is None or viewed[0]._spec is not viewed[1]:
             return False
-        if viewed[2] is not None and viewed[2] is not data_of and viewed[2] is not Tensor.detach:
+        if viewed[2] is not None and viewed[2] not in APART:
             return False
         value = viewed[0]
     return True
-
-
-def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTensorBase | None:
-    """Keep a tensor's views on the old memory, when the tensor gets that of ``value``. Local.
-
-    Returns:
-        The anchor, which stands for the tensor as it was; None: it has no views.
-    """
-    local = tensor._local_tensor
-    if anchor_in(tensor) is None and not is_shown_elsewhere(tensor):
-        return None
-    anchor = copied_views.anchor_of(tensor)
-    anchor._local_tensor = same_place(local) if used else local.detach()
-    places = places_of(anchor)
-    places.before, places.gone = local, True  # nothing was written: hooks on copies stay there
-    copied_views.take_over(anchor, tensor)
-    while (viewed := value._viewed) is not None:
-        base, spec, func, args, kwargs = viewed
-        if base is tensor:
-            if func is data_of and spec is anchor._spec:  # else the value would keep the tensor
-                value._viewed = (anchor, spec, func, (anchor, *args[1:]), kwargs)
-            break
-        value = base
-    return anchor
 
 
 def set_memory(tensor: DTensorBase, *source: Any) -> None:
@@ -453,7 +438,6 @@ def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor,
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Register a hook on a tensor's gradient, and return the handle: ``DTensor.register_hook``."""
-    check_gradient_is_whole(tensor)
     if tensor._deferred_grad is not None:  # of passes before: not for this hook
         tensor._deferred_grad()
     local: Any = in_graph(tensor)
@@ -596,5 +580,4 @@ def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
     if not isinstance(tensor, DTensorBase):
         return tensor, None
     local_of(tensor)
-    check_gradient_is_whole(tensor)
     return tensor._local_tensor, tensor._spec

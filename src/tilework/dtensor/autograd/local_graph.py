@@ -18,7 +18,7 @@ from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.redistribute import pull_back, redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.torch_counts import holders, show_as
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.places import (
     check_unwritten,
     is_written_since,
@@ -37,9 +37,9 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
-    """The local tensor, at the tensor's place in the graph; a copied view is brought up to date."""
+    """The local tensor, at the tensor's place in the graph."""
     if tensor._view_of is not None:
-        copied_views.refresh_in_graph(tensor)
+        moved_views.check_fresh(tensor)
     local = tensor._local_tensor
     if tensor._made_without_grad and not local.requires_grad and torch.is_grad_enabled():
         return _linked(tensor)
@@ -135,7 +135,7 @@ def _link(results: Sequence[DTensorBase], node: Any) -> None:
         *[place.local for place in places.values()],
     )
     for each, link in zip(results, links, strict=True):
-        copied_views.replace_local(each, link)
+        moved_views.replace_local(each, link)
         if holders(each) == 1:  # what a checkpoint has saved must not be detached
             leave_graph_of_wrappers(each)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tilework.comm.per_call.checks import has_memory
-from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.base import DTensorBase, is_stale
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Partial, Shard
 
@@ -70,7 +70,7 @@ def headline(tensor: DTensorBase) -> str:
     local = tensor._local_tensor
     gradient = ", requires_grad" if local.requires_grad else ""
     where = "meta" if local.is_meta else spec.mesh.device_type
-    is_known = _has_value(spec, local) and not _is_stale(tensor)
+    is_known = _has_value(spec, local) and not is_stale(tensor)
     value = f" = {local.item():.6g}" if is_known else ""
     layout = layout_text(spec, local.dtype)
     return f"DTensor {layout}{value} on {where} mesh {spec.mesh.spec}{gradient}"
@@ -80,10 +80,3 @@ def _has_value(spec: DTensorSpec, local: torch.Tensor) -> bool:
     """True for a single number that is not partial, in memory that can be read now."""
     replicated = all(placement.is_replicate() for placement in spec.placements)
     return not spec.shape and replicated and spec.takes_part and has_memory(local)
-
-
-def _is_stale(tensor: DTensorBase) -> bool:
-    """True for a copied view whose base was written to since: to compute it anew is collective."""
-    view = tensor._view_of
-    base = getattr(view, "base", None)  # none in the mark of tensors whose views are watched
-    return view is not None and base is not None and (view.is_stale or _is_stale(base))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.base import Ungraded, wrap_as
+from tilework.dtensor.base import wrap_as
 from tilework.dtensor.dispatch import tensor_attributes
 from tilework.dtensor.dispatch.call_key import (
     END,
@@ -30,7 +30,7 @@ from tilework.dtensor.dispatch.call_key import (
     mesh_of,
     parameter_names,
 )
-from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
+from tilework.dtensor.dispatch.checked_writes import check_write
 from tilework.dtensor.dispatch.results import (
     call_with_out,
     write_to_plain,
@@ -59,8 +59,7 @@ from tilework.dtensor.torch_tensors import (
     refuse_torch_dtensor,
     refuse_within_torch,
 )
-from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.ungraded_views import check_ungraded
+from tilework.dtensor.views.moved_views import check_fresh
 from tilework.mesh.devices import check_device_is_there
 from tilework.tiled import torch_init
 from tilework.tiled.normalize import normalized
@@ -75,14 +74,6 @@ except ImportError:  # installed without the core
 _grad_enabled = torch.is_grad_enabled
 
 
-def _local_of(tensor: DTensor) -> Tensor:
-    """The local tensor of an operator's argument, at the argument's place in the graph."""
-    made = tensor._made_without_grad
-    if made.__class__ is Ungraded and _grad_enabled():
-        check_ungraded(tensor, made)
-    return local_graph.local_of(tensor)
-
-
 #: See csrc/python/operator_call.h.
 _FOR_THE_CORE = {
     "dtensor": DTensor,
@@ -90,8 +81,8 @@ _FOR_THE_CORE = {
     "size": torch.Size,
     "sequence_end": END,
     "number_seed": number_seed,
-    "refresh": copied_views.refresh_in_graph,
-    "local_of": _local_of,
+    "refresh": check_fresh,
+    "local_of": local_graph.local_of,
     "digest_of": digest_of,
     "add_to_key": add_to_key,
     "grad_enabled": _grad_enabled,
@@ -179,15 +170,14 @@ class Operator:
         )
         if not self.in_place:
             return fast
-        name, title = self.name, self._title
+        name = self.name
         trained = name in _TRAINED
 
         def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
             if trained and not (args[2] if len(args) > 2 else kwargs.get("train", True)):
                 return args[0]
-            others = (*args, *kwargs.values()) if kwargs else args
-            if args and is_window(name, args[0], others):
-                return write_in_memory(title, func, args[0], args, kwargs)
+            if args:
+                check_write(name, args[0], (*args, *kwargs.values()) if kwargs else args)
             return fast(func, args, kwargs)
 
         return run
@@ -196,9 +186,8 @@ class Operator:
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
-        others = (*args, *kwargs.values()) if kwargs else args
-        if self.in_place and args and is_window(self.name, args[0], others):
-            return write_in_memory(self._title, func, args[0], args, kwargs)
+        if self.in_place and args:
+            check_write(self.name, args[0], (*args, *kwargs.values()) if kwargs else args)
         key: list[Any] = [func]
         tensors: list[Tensor] = []
         locals_: list[Any] = []
@@ -207,7 +196,7 @@ class Operator:
         for arg in args:
             has_none = add_to_key(arg, key, tensors, seeds, self._values_matter)
             if arg.__class__ is DTensor:
-                arg = _local_of(arg)
+                arg = local_graph.local_of(arg)
                 requires_grad = requires_grad or arg.requires_grad
             else:
                 as_is = as_is and has_none
@@ -296,7 +285,7 @@ class Operator:
             if add_to_key(arg, key, tensors, seeds, self._values_matter):
                 continue
             if arg.__class__ is DTensor:
-                local_kwargs[name] = local = _local_of(arg)
+                local_kwargs[name] = local = local_graph.local_of(arg)
                 requires_grad = requires_grad or local.requires_grad
             else:
                 as_is = False

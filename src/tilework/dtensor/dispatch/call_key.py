@@ -14,7 +14,7 @@ from tilework.dtensor.propagation.pytree import Kwargs
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of, number_seed
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views import moved_views
 from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import OpEntry, aten_parameters
 from tilework.tiled.tensor import TiledTensor
@@ -67,7 +67,7 @@ def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[
     if kind is DTensor:
         dtensor: Any = arg
         if dtensor._view_of is not None:
-            copied_views.refresh(dtensor)
+            moved_views.check_fresh(dtensor)
         tensors.append(arg)
         seeds.append(digest_of(dtensor))
         key.append(id(dtensor._spec))

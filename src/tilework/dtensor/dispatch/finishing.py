@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import changed_in_place, local_graph
+from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.dispatch.results import reduced, replicated_like, show_base, wrapped, write
 from tilework.dtensor.propagation.dtensor_call import DTensorCall
@@ -18,8 +18,7 @@ from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import note_write, seeds_in
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.graph_views import note_view
+from tilework.dtensor.views import moved_views
 
 #: Operators that in place leave nothing of the values before.
 _OVERWRITE = frozenset({"copy", "fill", "zero"})
@@ -92,11 +91,10 @@ def _view(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall)
         return result
     show_base(result, call.tensors[0])
     base = call.args[0] if call.args else None
-    if result.__class__ is DTensor and base.__class__ is DTensor and base._view_of is None:
-        result._viewed = (base, base._spec, call.func, call.args, call.kwargs)  # mostly
-        note_view(result, base)
+    if result.__class__ is DTensor and base.__class__ is DTensor:  # mostly
+        moved_views.note_viewed(result, base, call.func, call.args, call.kwargs)
         return result
-    return copied_views.viewed(result, False, call.func, call.args, call.kwargs)
+    return moved_views.viewed(result, False, call.func, call.args, call.kwargs)
 
 
 def _maybe_copy(
@@ -109,13 +107,13 @@ def _maybe_copy(
     if local._base is not None or storage_of(local) == storage_of(base._local_tensor):
         return _view(operation, sharding, result, call)
     show_base(result, base)
-    copied_views.mark_local_copy(result, base)
+    moved_views.mark_local_copy(result, base)
     return result
 
 
 def _copied_view(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     show_base(result, call.tensors[0])
-    return copied_views.viewed(result, True, call.func, call.args, call.kwargs)
+    return moved_views.viewed(result, True, call.func, call.args, call.kwargs)
 
 
 def _written(operation: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
@@ -128,7 +126,7 @@ def _written(operation: OperatorForm, sharding: OpSharding, result: Any, call: D
     if operation.name in _OVERWRITE:
         digest = digest_of_rest(sharding, call)
     if sharding.outputs is None and result.shape != target._spec.size:
-        changed_in_place.become(target, replicated_like(target, result))
+        gradients.become(target, replicated_like(target, result))
         note_write(target, digest)
         return target
     if sharding.finish[-1] is Finish.WRITE and result is not target._local_tensor:
@@ -139,7 +137,7 @@ def _written(operation: OperatorForm, sharding: OpSharding, result: Any, call: D
     graded = target._local_tensor.requires_grad
     if graded:
         local_graph.mirror_requires_grad(target)
-    copied_views.wrote(target)
+    moved_views.wrote(target, operation.title)
     if graded:
         local_graph.mirror_in_bases(target)
     return target

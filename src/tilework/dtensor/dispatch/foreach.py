@@ -13,12 +13,13 @@ from torch.utils import _foreach_utils
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.dispatch.overlapping import is_window
+from tilework.dtensor.base import is_moved
+from tilework.dtensor.dispatch.checked_writes import check_write
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views import moved_views
 from tilework.layout import Partial, Replicate
 from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import dtensor_handler, entry_of
@@ -62,7 +63,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         *[_local(arg) for arg in args], **{key: _local(value) for key, value in kwargs.items()}
     )
     if name.endswith("_"):
-        _note_written([x for each in lists for x in each] if name in _FUSED else lists[0])
+        _note_written(name, [x for each in lists for x in each] if name in _FUSED else lists[0])
         return None
     return [
         tensor if spec is None else _wrapped_like(tensor, spec)
@@ -70,10 +71,10 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _note_written(tensors: Sequence[Tensor]) -> None:
+def _note_written(name: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            copied_views.wrote(tensor)
+            moved_views.wrote(tensor, name)
             if torch.is_grad_enabled():
                 local_graph.mirror_requires_grad(tensor)
                 local_graph.mirror_in_bases(tensor)
@@ -157,6 +158,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
         raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
     func(_local(grads), *map(local_graph.plain, (found_inf, scale)), **kwargs)
+    _note_written("unscale_", grads)
     meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
     for mesh in meshes:
         if mesh.here:
@@ -173,7 +175,7 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
     for at, target in enumerate(lists[0]):
         others = [its[at] for its in lists[1:] if at < len(its)]
         if target.__class__ is DTensor:
-            is_window(plain, target, others)
+            check_write(plain, target, others)
 
 
 def _check_number(name: str, args: Sequence[Any]) -> None:
@@ -209,9 +211,9 @@ def _converts(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _writes_views(name: str, tensors: Sequence[Tensor]) -> bool:
-    """True if an operator in place writes to copied views: one by one, since they may overlap."""
+    """True if an operator in place writes to moved views: one by one, since they may overlap."""
     return name.endswith("_") and any(
-        tensor.__class__ is DTensor and tensor._view_of is not None for tensor in tensors
+        tensor.__class__ is DTensor and is_moved(tensor) for tensor in tensors
     )
 
 

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
-from tilework.dtensor.base import owner_of
+from tilework.dtensor.base import memory_of, owner_of
 from tilework.dtensor.debug import causes
-from tilework.dtensor.dispatch.overlapping import (
-    check_apart,
-    is_window,
-    reads_itself,
-    write_in_memory,
-)
+from tilework.dtensor.dispatch.checked_writes import check_apart, check_write
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
 from tilework.dtensor.propagation.refusals import refuses_dtypes_of_out
@@ -28,8 +23,8 @@ from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
-from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views import moved_views
+from tilework.dtensor.views.memory_layout import offset_of, room_of
 from tilework.mesh import DeviceMesh
 
 
@@ -106,7 +101,7 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
         _own_its_memory(tensors[0], operands)
         if id(tensors[0]) not in known and tensors[0]._viewed is None:
             local = tensors[0]._local_tensor
-            tensors[0]._local_tensor = copied_views.as_no_view(local)
+            tensors[0]._local_tensor = moved_views.as_no_view(local)
     for number, tensor in enumerate(tensors):
         if id(tensor) in known or not isinstance(tensor, DTensor) or tensor._made:
             continue
@@ -124,11 +119,10 @@ def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
     """
     if tensor._viewed is None:
         return
-    owner = owner_of(tensor)
-    if not any(isinstance(each, DTensor) and owner_of(each) is owner for each in operands):
-        copied_views.refresh(tensor)
+    memory = memory_of(tensor)
+    if not any(isinstance(each, DTensor) and memory_of(each) is memory for each in operands):
         tensor._digest, tensor._made = digest_of(tensor), None
-        tensor._viewed = tensor._view_of = None
+        tensor._viewed = tensor._view_of = tensor._memory = None
 
 
 def show_base(result: Any, base: Tensor) -> None:
@@ -270,8 +264,6 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not isinstance(out, DTensor):
             write_out(out, result, name)
             return out
-        if out.shape == result.shape and reads_itself(out, inputs) and is_window(name, out):
-            return write_in_memory(name, func, out, args, {**kwargs, "out": out})
         write_out(out, result, name)
         return out
     for target, value in zip(out, result, strict=True):
@@ -295,7 +287,7 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
                 if tensor is not target:
                     one = name in ("max", "min") and len(outs) == 1
                     check_apart(name, target, tensor, out=not one)
-            elif owner_of(target) is owner_of(tensor) and target.numel() and tensor.numel():
+            elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
                 raise RuntimeError(
                     f"{name} with out= of shape {list(target.shape)}, which would be resized for "
                     f"a result of shape {list(value.shape)}, but is a view of memory that is also "
@@ -336,7 +328,7 @@ def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
         RuntimeError: It does not, and the memory is another tensor's.
     """
     owner = owner_of(out)
-    room = max(owner.numel() - offset_of(out), 0)
+    room = max(room_of(out) - offset_of(out), 0)
     if math.prod(shape) > room > 0 and owner is not out:
         raise RuntimeError(
             f"out= of shape {list(out.shape)} is a view of memory with room for {room} elements "
@@ -395,13 +387,11 @@ def write_out(out: Any, value: Any, name: str) -> None:
             gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
             return
     if out._view_of is not None:
-        copied_views.refresh(out)
-    if is_window(name, out):
-        out.copy_(value)
-        return
+        moved_views.check_fresh(out)
+    check_write(name, out)
     digest = digest_of(value)
     if causes.watchers:
         causes.begin_operator(name)
     write(out, value._local_tensor, value._spec, name, digest)
     note_write(out, digest)
-    copied_views.wrote(out)
+    moved_views.wrote(out, name)

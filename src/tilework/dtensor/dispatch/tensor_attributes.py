@@ -13,17 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.dtensor.autograd import gradients, local_graph
-from tilework.dtensor.base import (
-    DTensorBase,
-    ViewedInPlace,
-    base_in_graph,
-    owner_of,
-    places_of,
-)
+from tilework.dtensor.base import DTensorBase, base_in_graph, is_moved, own_memory
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.graph_views import after_leaving_graph, before_leaving_graph
+from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.dtensor.views.places import count_write, leave_graph_of_wrappers
 from tilework.tiled.op_table import dtensor_handler
@@ -93,21 +86,20 @@ def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
 def _base(func: Any, args: Any, kwargs: Any) -> DTensor | None:
     """The tensor whose memory a view shows, also through other views; None if it is no view."""
     (tensor,) = args
-    if not copied_views.is_view(tensor):
+    if not moved_views.is_view(tensor):
         return None
     while (base := base_in_graph(tensor)) is not None:
-        if tensor._viewed.__class__ is ViewedInPlace:
-            break
         tensor = base
     return tensor  # type: ignore[no-any-return]
 
 
 @dtensor_handler("is_inference")
 def _is_inference(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a tensor was made in inference mode; for a copied view, if the owner was."""
+    """True if a tensor was made in inference mode; for a moved view, if the base was."""
     (tensor,) = args
-    shows_memory = tensor._view_of is None or tensor._view_of is copied_views.WATCHED
-    return bool(func(local_graph.plain(tensor if shows_memory else owner_of(tensor))))
+    while (shown := own_memory(tensor).shows) is not None:
+        tensor = shown.base
+    return bool(func(local_graph.plain(tensor)))
 
 
 @dtensor_handler("_has_compatible_shallow_copy_type")
@@ -141,16 +133,15 @@ def _result_type(func: Any, args: Any, kwargs: Any) -> torch.dtype:
 @dtensor_handler("detach", is_view=True)
 def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor: DTensor = args[0]
-    if tensor._view_of is None:
-        result = wrap(tensor._local_tensor.detach(), tensor._spec)
-        result._viewed = (tensor, tensor._spec, Tensor.detach, (), {})
-        if not tensor._spec.is_replicated:  # else what it holds tells of writes
-            result._made = digest_of(tensor)
-        return result
-    copied_views.refresh(tensor)
-    local = tensor._local_tensor.detach()
-    redo: Callable[[Any], Any] = Tensor.detach
-    return copied_views.same_memory(tensor, local, redo, apart="detach")
+    if tensor._view_of is not None:
+        moved_views.check_fresh(tensor)
+    if is_moved(tensor):
+        return moved_views.same_memory(tensor, tensor._local_tensor.detach(), Tensor.detach)
+    result = wrap(tensor._local_tensor.detach(), tensor._spec)
+    moved_views.note_viewed(result, tensor, Tensor.detach)
+    if not tensor._spec.is_replicated:  # else what it holds tells of writes
+        result._made = digest_of(tensor)
+    return result
 
 
 @dtensor_handler("detach_")
@@ -158,23 +149,16 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     (tensor,) = args
     if torch.is_inference_mode_enabled():  # which knows of no graph
         return tensor  # type: ignore[no-any-return]
-    if copied_views.is_view(tensor):
+    if moved_views.is_view(tensor):
         raise RuntimeError(
             "detach_() of a view, which would have to be cut off its base's graph too: use detach()"
         )
     if tensor._view_of is not None:
-        copied_views.refresh(tensor)
-    before_leaving_graph(tensor, remains_leaf=False)
+        moved_views.check_fresh(tensor)
     local = tensor._local_tensor
     # The local tensor may be a view even if the tensor is not.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
-    after_leaving_graph(tensor)
     tensor._made_without_grad = False
-    base = tensor
-    while base._viewed.__class__ is ViewedInPlace:  # the tensor before dims were changed in place
-        base = base._viewed[0]
-        places_of(base).before = base._local_tensor
-        base._local_tensor = base._local_tensor.detach()
     leave_graph_of_wrappers(tensor)
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilework.comm.per_call import provenance_digest
-from tilework.dtensor.dispatch.overlapping import check_writable
+from tilework.dtensor.dispatch.checked_writes import check_writable
 from tilework.dtensor.dispatch.results import came_from
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in, stable_digest

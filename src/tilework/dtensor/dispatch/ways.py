@@ -37,7 +37,7 @@ from tilework.dtensor.provenance.digests import note_write, plain_number
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views import moved_views
 from tilework.tiled.op_names import packet_of, schemas_of
 from tilework.tiled.op_rules import unchanged
 from tilework.tiled.op_table import OpEntry
@@ -164,7 +164,7 @@ class Ways:
         with moving(call.digest, self._title):
             result = way.run(*locals_)
         if not (self.in_place and result is locals_[0]):  # else it has written there
-            result = copied_views.as_no_view(result)
+            result = moved_views.as_no_view(result)
         return result
 
     def _on_gathered(
@@ -186,7 +186,7 @@ class Ways:
             if layout is not None and (silent or version_of(local) != versions[number]):
                 assert isinstance(tensor, DTensor)
                 write(tensor, local, layout[0], self._name)
-                copied_views.wrote(tensor)
+                moved_views.wrote(tensor, self._title)
                 note_write(tensor, hash((call.digest, number)))
         return result
 

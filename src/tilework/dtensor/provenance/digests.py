@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.per_call import provenance_digest
-from tilework.dtensor.base import DTensorBase, memory_of, owner_of
+from tilework.dtensor.base import DTensorBase, memory_of
 from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
@@ -95,15 +95,16 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of a write to it, and mix that into the digests of all views."""
     if tensor._noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, call_counts_of(tensor._spec.mesh).passes))
-    owner = owner_of(tensor)
+    memory = memory_of(tensor)
+    owner = None if memory.owner is None else memory.owner()
     is_view = owner is not tensor
     if is_view:  # the part of the memory counts, even if the values before do not
         digest = hash((digest_of(tensor) if tensor._made is None else tensor._made, digest))
-    memory = memory_of(owner)
     memory.digest = hash((memory.digest, digest))
     if is_view:
         tensor._made, tensor._digest = digest, None
-        owner._digest = hash((digest_of(owner), digest))
+        if owner is not None:
+            owner._digest = hash((digest_of(owner), digest))
     else:
         tensor._digest = digest
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import changed_in_place, local_graph
-from tilework.dtensor.base import owner_of
-from tilework.dtensor.dispatch.overlapping import check_in_graph
+from tilework.dtensor.autograd.gradients import become, check_no_leaf, show_shape
+from tilework.dtensor.base import APART, memory_of, own_memory, owner_of
+from tilework.dtensor.dispatch.checked_writes import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
+from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.copied_views import anchor_of
-from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of
+from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of, room_of
+from tilework.dtensor.views.moved_views import check_fresh, note_start, same_memory
 from tilework.dtensor.views.places import count_write
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import dtensor_handler
@@ -23,55 +24,43 @@ from tilework.tiled.op_table import dtensor_handler
 
 @dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_", "as_strided_")
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """Change the dims of a tensor in place: the tensor becomes a view of what it was before.
-
-    No element is written. Views made before keep showing the memory as before; an anchor stands for
-    their base.
-    """
+    """Change the dims of a tensor in place. No element is written, or moved."""
     tensor: DTensor = args[0]
     name = canonical_name(func)[0]
-    operator = getattr(Tensor, name)
-    changed_in_place.check_no_leaf(tensor)
+    check_no_leaf(tensor)
     check_in_graph(name, tensor)
-    _check_graph_of_dims(name, tensor)
-    rest = args[1:]
-
-    def change(x: Any) -> Any:
-        return operator(x, *rest, **kwargs)
-
-    graded = torch.is_grad_enabled()
-    with torch.inference_mode(tensor._local_tensor.is_inference()), torch.enable_grad():
-        local_graph.local_of(tensor)  # brings it up to date, and links it to a user's Function
-        count_write(tensor, graded)
-        anchor = anchor_of(tensor)
-        result: DTensor = change(anchor)
-    if changed_in_place.may_change_local(tensor, result):
-        changed_in_place.change_local(
-            anchor, result, lambda local: func(local, *rest, **kwargs), change
-        )
-    return changed_in_place.become_view(tensor, anchor, result)
-
-
-def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
-    """Raise if gradients would be wrong after a change of dims in place. Local.
-
-    Raises:
-        RuntimeError: The tensor requires a gradient, and gradients are not recorded; or the tensor
-            retains a gradient, which has the dims from before.
-    """
-    if not tensor.requires_grad:
-        return
-    if not torch.is_grad_enabled():
+    if tensor.requires_grad:
         raise RuntimeError(
-            f"{name}_() would change the dims of {tensor!r}, which requires a gradient, while "
-            f"gradients are off: later gradients would belong to other elements. Write "
-            f"x.data = x.data.{name}(…), or x = x.{name}(…)"
+            f"{name}_() would change the dims of {tensor!r}, which requires a gradient: write "
+            f"x = x.{name}(…), or x.data = x.data.{name}(…) for a leaf"
         )
-    if tensor.retains_grad:
+    if tensor._view_of is not None:
+        check_fresh(tensor)
+    count_write(tensor)
+    local = tensor._local_tensor
+    with torch.inference_mode(local.is_inference()), torch.enable_grad():  # for later writes
+        result: DTensor = getattr(Tensor, name)(same_memory(tensor, local), *args[1:], **kwargs)
+    if own_memory(result).shows is not own_memory(tensor).shows:
         raise RuntimeError(
-            f"{name}_() would change the dims of {tensor!r}, whose gradient is retained in the "
-            f"dims so far: call {name}_() before retain_grad(), or write x = x.{name}(…)"
+            f"{name}_() of {tensor!r} would have to move elements between ranks: write "
+            f"x = x.{name}(…)"
         )
+    memory_of(tensor).room = room_of(tensor)
+    start, digest, viewed = offset_of(result), digest_of(result), tensor._viewed
+    tensor._local_tensor, tensor._spec = result._local_tensor, result._spec.copy()
+    tensor._grad = tensor._aliases = None
+    if viewed is None:
+        note_start(tensor, start)
+    else:
+        func = viewed[2] if viewed[2] is None or viewed[2] in APART else _itself
+        tensor._viewed = (viewed[0], viewed[1], func, (), {}, start)
+    note_write(tensor, digest)
+    show_shape(tensor)
+    return tensor
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 @dtensor_handler("resize_")
@@ -107,7 +96,7 @@ def _resized(
             f"{list(shape)}: it shows a memory of {owner_of(tensor).dtype}: clone() it first"
         )
     start = offset_of(tensor)
-    room = max(owner_of(tensor).numel() - start, 0)
+    room = max(room_of(tensor) - start, 0)
     if math.prod(shape) <= room and memory_format is torch.contiguous_format:
         return _changed_dims(torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {})
     if math.prod(shape) > room > 0 and owner_of(tensor) is not tensor:
@@ -120,7 +109,7 @@ def _resized(
     full.resize_(shape, memory_format=memory_format)
     # Otherwise new elements would have whatever each rank's memory happens to hold.
     full.as_strided((full.numel(),), (1,), 0)[known:].zero_()
-    return changed_in_place.become(tensor, replicated_like(tensor, full))
+    return become(tensor, replicated_like(tensor, full))
 
 
 @dtensor_handler("resize_as_")

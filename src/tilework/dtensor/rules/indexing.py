@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import owner_of
-from tilework.dtensor.dispatch.overlapping import check_windows, check_writable
+from tilework.dtensor.base import memory_of
+from tilework.dtensor.dispatch.checked_writes import check_windows, check_writable
 from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, take_at
@@ -183,7 +183,7 @@ def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """True if both tensors show the same memory: all ranks agree, unlike for local memory."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return False
-    return owner_of(tensor) is owner_of(other)
+    return memory_of(tensor) is memory_of(other)
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:

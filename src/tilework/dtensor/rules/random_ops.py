@@ -16,7 +16,7 @@ from tilework.dtensor.propagation.without_overrides import without_override_chec
 from tilework.dtensor.random.generator import fill_local, next_key, seeded_generator
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views import moved_views
 from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
 
@@ -35,14 +35,14 @@ def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DT
     graded = torch.is_grad_enabled() and local.requires_grad
     if then is None and not graded and spec is tensor._spec:
         fill_local(local, key, distribution, spec)
-        copied_views.wrote(tensor)
+        moved_views.wrote(tensor, "a random fill")
         return tensor
     dtype = torch.promote_types(local.dtype, torch.float32) if then else local.dtype
     values = fill_local(
         torch.empty(spec.local_shape, dtype=dtype, device=local.device), key, distribution, spec
     )
     write(tensor, values if then is None else then(values).to(local.dtype), spec, "a random fill")
-    copied_views.wrote(tensor)
+    moved_views.wrote(tensor, "a random fill")
     return tensor
 
 

@@ -16,7 +16,7 @@ from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, with_dims_unsharded
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_rule
@@ -159,7 +159,7 @@ def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
     ranges = input[tuple(first)]
     assert isinstance(ranges, DTensor)
     result: DTensor = unshard_dims(ranges, single)[tuple(then)]  # type: ignore[assignment]
-    copied_views.mark(
+    moved_views.mark(
         result, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
     )
     return result
@@ -271,7 +271,7 @@ def _consecutive_ranges(
         pieces.append(input.narrow(dim, start, length))
         start += length
     if together:
-        copied_views.made_together(pieces)
+        moved_views.made_together(pieces)
     return tuple(pieces)
 
 
@@ -286,7 +286,7 @@ def _register_split(name: str) -> None:
         split = split_lengths(name, input, args, kwargs)
         if split is None or not input.spec.axes_of(split[0]):
             return None
-        together = name in copied_views.TOGETHER
+        together = name in moved_views.TOGETHER
         return Decomposition(lambda input, *_, **__: _consecutive_ranges(input, *split, together))
 
 

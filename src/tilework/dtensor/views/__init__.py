@@ -1,5 +1,5 @@
 """Views of DTensors.
 
-``copied_views.py`` keeps views whose elements had to be moved in step with their base;
+``moved_views.py`` has views whose elements had to be moved: snapshots that may be written through;
 ``resize_shards.py`` finds the layouts of slices and padded tensors whose elements stay in place.
 """

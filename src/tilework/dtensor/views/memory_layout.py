@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, base_then, data_of, owner_of, wrap_as
+from tilework.dtensor.base import APART, DTensorBase, DTensorT, Viewed, memory_of, owner_of, wrap_as
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 
@@ -77,76 +77,23 @@ def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Win
     return Window(tuple(shown.shape), tuple(shown.stride()), int(shown.storage_offset()))
 
 
-def full_memory(tensor: DTensorBase) -> Tensor:
-    """All elements of the memory that a tensor shows, in a plain tensor of one dim.
-
-    Collective; differentiable with respect to the tensor, as in torch.
-    """
-    owner = owner_of(tensor)
-    if owner is tensor:
-        return _flat(tensor)
-    with torch.no_grad():
-        memory = in_dtype(_flat(owner.detach()).clone(), tensor.dtype)  # type: ignore[arg-type]
-    window_of(tensor).of(memory).copy_(tensor.full_tensor())
-    return memory
-
-
-def in_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory of one dim, shown as elements of another dtype."""
-    return memory if memory.dtype == dtype else memory.view(dtype)
-
-
-def _flat(owner: DTensorBase) -> Tensor:
-    full = full_in_memory_order(owner)
-    return full.permute(memory_order(owner._spec)).reshape(-1)
-
-
-def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
-    """Write all elements of the memory that a tensor shows. Collective; differentiable.
-
-    This counts as a write to the tensor.
-    """
-    owner = owner_of(tensor)
-    order = memory_order(owner._spec)
-    inverse = [order.index(dim) for dim in range(len(order))]
-    shape = [owner.shape[dim] for dim in order]
-    if owner is tensor:
-        tensor.copy_(replicated_as(tensor, memory.view(shape).permute(inverse)))
-        return
-    with torch.no_grad():
-        full = in_dtype(memory.detach(), owner.dtype).view(shape).permute(inverse)
-        shown = owner.data if counts_apart(tensor) else owner.detach()
-        shown.copy_(replicated_as(owner, full))
-    if torch.is_grad_enabled() and (memory.requires_grad or tensor.requires_grad):
-        tensor.copy_(replicated_as(tensor, window_of(tensor).of(memory)))
-
-
-def counts_apart(tensor: DTensorBase) -> bool:
-    """True if torch counts writes to a tensor apart from writes to the memory's owner. Local."""
-    while (viewed := tensor._viewed) is not None:
-        if viewed[2] is data_of:
-            return True
-        tensor = viewed[0]
-    return False
-
-
-def root_in_memory(tensor: DTensorBase) -> DTensorBase:
-    """The last base of a view in the same memory and graph, or the tensor itself. Local."""
-    while tensor._viewed is not None and tensor._viewed[2] not in (Tensor.detach, data_of):
-        base = base_then(tensor)
-        if base is None:
-            break
-        tensor = base
-    return tensor
-
-
 def offset_of(tensor: DTensorBase) -> int:
     """The storage offset, in elements, that a tensor would have, were it plain. Local."""
-    if tensor._viewed is None or (base := base_then(tensor)) is None:
-        return 0
-    _, spec, func, args, kwargs = tensor._viewed
-    start = offset_of(base)
-    if func is None:
+    return _start(tensor._viewed)
+
+
+def room_of(tensor: DTensorBase) -> int:
+    """The number of elements in the memory that a tensor shows. Local."""
+    owner = owner_of(tensor)
+    return memory_of(owner).room or window_of(owner).stop
+
+
+def _start(viewed: Viewed | int | None) -> int:
+    if viewed is None or isinstance(viewed, int):
+        return viewed or 0
+    base, spec, func, args, kwargs, before = viewed
+    start = _start(before)
+    if func is None or func in APART:
         return start
     with torch.no_grad():
         shown = func(_meta_at(spec, base.dtype, start), *args[1:], **kwargs)

@@ -10,17 +10,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
 
-from tilework.dtensor.base import (
-    DTensorBase,
-    base_then,
-    data_of,
-    has_left,
-    memory_of,
-    own_memory,
-)
-from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.base import DTensorBase, data_of, is_moved, own_memory
 from tilework.dtensor.torch_counts import holders, living, next_number, number_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
@@ -39,21 +30,9 @@ def note_taken(tensor: DTensorBase) -> None:
     """
     if tensor._viewed is None:
         return
-    memory = memory_of(tensor)
-    known = memory.taken or ()
-    memory.taken = [
-        *(each for each in known if each() is not None and each() is not tensor),
-        ref(tensor),
-    ]
-
-
-def _count(owner: DTensorBase) -> None:
-    """Count a write to a tensor's memory, also for the views of it that C++ may have saved."""
-    memory = own_memory(owner)
-    memory.written_at = next_number()
-    if memory.taken is not None:
-        for view in living(memory.taken):
-            _increment_version((view,))
+    memory = own_memory(tensor)
+    known = [each for each in memory.taken if each() is not None and each() is not tensor]
+    memory.taken = (*known, ref(tensor))
 
 
 def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
@@ -77,7 +56,7 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
 
     Raises:
         RuntimeError: The write is recorded, and the tensor is a view whose base was given other
-            data, or a copied view whose gradient has a hook, which torch would no longer call.
+            data, or a moved view whose gradient has a hook, which torch would no longer call.
 
     C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
     Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
@@ -87,31 +66,31 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         return
     if graded is None:
         graded = is_on
-    in_graph = graded and tensor._local_tensor.requires_grad
+    in_graph, memory = graded and tensor._local_tensor.requires_grad, own_memory(tensor)
     while True:
         if tensor._made_without_grad or holders(tensor) > 1:
             _increment_version((tensor,))
         viewed = tensor._viewed
         if viewed is None or viewed[2] is data_of:
-            _count(tensor)
-            return
-        if in_graph and tensor._local_tensor._backward_hooks:
+            break
+        if in_graph and is_moved(tensor):
             _check_hooks(tensor)
-        base = viewed[0]
-        if graded and (has_left(base) or base._spec is not viewed[1]):
-            then = base_then(tensor)
-            if then is None or has_left(then):
-                _check_in_place(tensor, base)
-        tensor = base
+        if graded and viewed[0]._spec is not viewed[1]:
+            _check_in_place(tensor, viewed[0])
+        tensor = viewed[0]
+    memory.written_at = next_number()
+    for view in living(memory.taken):
+        _increment_version((view,))
 
 
 def _check_hooks(tensor: DTensorBase) -> None:
-    """Raise at a write in the graph to a copied view whose gradient has a hook."""
-    if hasattr(tensor._view_of, "value") and not tensor._view_of.shares:  # type: ignore[union-attr]
+    """Raise at a write in the graph to a moved view whose gradient is looked at."""
+    local = tensor._local_tensor
+    if local._backward_hooks or (local.retains_grad and not local.is_leaf):
         raise RuntimeError(
-            f"{tensor!r} is a view whose gradient has a hook, and which is a copy: torch forgets "
-            f"the hook of a view that is written to. Register the hook afterwards, or write to a "
-            f"clone() of it"
+            f"{tensor!r} is a view that had to move elements, and has a hook or retain_grad(): "
+            f"torch forgets hooks of a view that is written to. Register the hook afterwards, or "
+            f"write to a clone() of it"
         )
 
 
@@ -151,25 +130,4 @@ def check_unwritten(function: Any) -> None:
 
 def is_written_since(tensor: DTensorBase, node: Any) -> bool:
     """True if the memory that a tensor shows was written to since a node was made. Local."""
-    while tensor._viewed is not None and tensor._viewed[2] is not data_of:
-        tensor = tensor._viewed[0]
     return tensor._memory is not None and tensor._memory.written_at > number_of(node)
-
-
-def same_place(local: Tensor) -> Tensor:
-    """A new local tensor with the memory of ``local``; gradients flow on to ``local``."""
-    with torch.inference_mode(False), torch.enable_grad():
-        place: Tensor = _Place.apply(local)  # type: ignore[no-untyped-call]
-    return place
-
-
-class _Place(LocalFunction):
-    """The identity, in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad

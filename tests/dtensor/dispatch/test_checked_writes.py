@@ -1,4 +1,4 @@
-"""Writes to tensors of which several elements are one in memory."""
+"""Writes that are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ from tilework.testing import run_ranks
         lambda x: x.uniform_(),
         lambda x: x.__setitem__(slice(None), 1.0),
         lambda x: x.index_add_(0, torch.tensor([0]), torch.ones(1, 4)),
+        lambda x: x.zero_(),
+        lambda x: x[:, 1].fill_(2.0),
+        lambda x: x[:1].unfold(1, 2, 1).mul_(2),
     ],
 )
 @each("placement", [Shard(0), Shard(1), Replicate()])
@@ -39,21 +42,6 @@ def test_what_repeats_is_written_by_no_rank(
         with pytest.raises(RuntimeError, match="single place in memory"):
             write(base.expand(3, 4))
         assert base.full_tensor().tolist() == [[0, 1, 2, 3]]
-
-    run_ranks(2, program)
-
-
-def test_what_repeats_takes_one_number_and_values_by_index_as_in_torch() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        base = distribute_tensor(torch.arange(4.0).view(1, 4), mesh, [Shard(1)])
-        shown = base.expand(3, 4)
-        shown[:1, 3:].fill_(7.0)
-        assert base.full_tensor().tolist() == [[0, 1, 2, 7]]
-        shown[0, 1].add_(4)
-        assert base.full_tensor().tolist() == [[0, 5, 2, 7]]
-        shown.zero_()
-        assert base.full_tensor().tolist() == [[0, 0, 0, 0]]
 
     run_ranks(2, program)
 
@@ -90,18 +78,6 @@ def test_out_may_not_be_read_where_torch_reads_after_it_writes(
     run_ranks(2, program)
 
 
-def test_a_window_is_written_in_the_order_of_torch() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        plain = torch.arange(5.0)
-        base = distribute_tensor(plain, mesh, [Shard(0)])
-        for x in (plain, base):
-            x.unfold(0, 3, 1).mul_(2)
-        assert torch.equal(base.full_tensor(), plain)
-
-    run_ranks(2, program)
-
-
 WRITES: dict[str, Callable[[Any], object]] = {
     "mul_": lambda view: view.mul_(2),
     "zero_": lambda view: view.zero_(),
@@ -134,28 +110,6 @@ def test_views_made_without_gradients_are_written_without_them(name: str, is_lea
         WRITES[name](base.detach()[1:])
 
     run_ranks(2, program)
-
-
-def test_a_triangle_is_zeroed_where_elements_repeat() -> None:
-    compare(
-        "v0 = data((2, 2, 2), 7, 'S1')\nv1 = v0.expand([2, 2, 2, 2])\n"
-        "v1.transpose(-2, 2).tril_()\nv2 = v1.triu_(1)"
-    )
-
-
-@each(
-    "write",
-    [
-        "torch.exp(v1, out=v1)",
-        "torch.exp(v1, out=v1.detach())",
-        "torch.add(v1, v1, out=v1)",
-        "torch.mul(v1, v2, out=v1)",
-        "v1.mul_(v1)",
-    ],
-)
-@each("lies", ["R", "S0", "S1"])
-def test_windows_that_are_read_and_written_are_so_in_torchs_order(write: str, lies: str) -> None:
-    compare(f"v0 = data((7, 2), 3, '{lies}')\nv1 = v0.unfold(0, 2, 1)\nv2 = v1 * 0.5\n{write}")
 
 
 @each(
