@@ -12,6 +12,9 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 
 _base: Any = torch._C.TensorBase
+_storage_holders: Any = torch._C._storage_Use_Count
+#: The count of a storage's holders if a single tensor has it: the tensor, and the asking object.
+_ALONE = 2
 #: The number of holders of a tensor in C++: the Python object, and nodes of graphs.
 holders: Callable[[Tensor], int] = _base._use_count
 #: The number that autograd gives the next node of this thread.
@@ -24,6 +27,12 @@ def number_of(node: Any) -> int:
     """Autograd's number of a node, higher for later nodes; 0 for a node without a number."""
     number = 0 if node is None else int(node._sequence_nr())
     return 0 if number == _NO_NUMBER else number
+
+
+def is_shown_elsewhere(tensor: DTensorBase) -> bool:
+    """True if another tensor shares the memory of a tensor's local tensor. Local."""
+    storage: Any = tensor._local_tensor.untyped_storage()
+    return not storage.nbytes() or _storage_holders(storage._cdata) > _ALONE
 
 
 def living(known: Iterable[ref[DTensorBase]] | None) -> list[DTensorBase]:

@@ -72,9 +72,10 @@ def test_data_of_another_layout_may_be_one_vector() -> None:
         for _ in range(3):
             model.zero_grad()
             model(X).square().sum().backward()
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            step = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
-            nn.utils.vector_to_parameters(vector - 0.01 * step, model.parameters())
+            with torch.no_grad():
+                vector = nn.utils.parameters_to_vector(model.parameters())
+                step = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
+                nn.utils.vector_to_parameters(vector - 0.01 * step, model.parameters())
         return [full(p).sum().item() for p in model.parameters()]
 
     for got in run_ranks(2, lambda rank: program(fully_shard)):

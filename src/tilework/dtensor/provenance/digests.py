@@ -134,9 +134,7 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
 
 def note_cleared(tensor: DTensorBase) -> None:
     """Note that a tensor's gradient is about to be cleared: later gradients are new."""
-    places = tensor._places
-    leaf = tensor._local_tensor if places is None else places.origin or tensor._local_tensor
-    if leaf.grad is not None:
+    if tensor._local_tensor.grad is not None:
         tensor._cleared = call_counts_of(tensor._spec.mesh).passes
 
 
