@@ -81,13 +81,11 @@ class DTensorBase(TiledTensor):
         A view of this tensor becomes the owner of the memory. A graph to this tensor's former local
         tensor raises in backward, as it does for plain tensors.
         """
-        viewed, memory = fields.get("_viewed"), fields.get("_memory")
+        viewed = fields.get("_viewed")
         while viewed is not None and viewed[0] is not self:
-            viewed = None if viewed[2] in APART else viewed[0]._viewed
+            viewed = viewed[0]._viewed
         if viewed is not None:
             fields.update(_viewed=None)
-        if memory is not None and fields.get("_viewed") is None:
-            memory.owner = ref(self)
         local = _fields.__get__(self).get("_local_tensor")
         if local is not None and local.is_leaf and local.requires_grad:
             get_gradient_edge(local).node.register_prehook(_refuse_swapped)
@@ -173,7 +171,6 @@ class Memory:
     """Counts of writes, and other records, of the memory that a tensor shares with views of it.
 
     Args:
-        owner: The tensor that has the memory, if that is no view.
         root: The record of the memory, if torch counts the writes of the tensors that have this
             record apart, as for ``data`` and for copies; None: this is the record.
         shows: What the elements were copied from, if a view had to move them.
@@ -196,14 +193,8 @@ class Memory:
     #: The number of elements, if the owner shows fewer since.
     room: int | None = None
 
-    def __init__(
-        self,
-        owner: DTensorBase | None = None,
-        root: Memory | None = None,
-        shows: Snapshot | None = None,
-    ) -> None:
+    def __init__(self, root: Memory | None = None, shows: Snapshot | None = None) -> None:
         self.root, self.shows = root, shows
-        self.owner = None if owner is None else ref(owner)
 
     def counting_on(self, before: Memory) -> Memory:
         """This record, of a tensor that had another one before: torch's own count continues."""
@@ -279,7 +270,7 @@ def own_memory(tensor: DTensorBase) -> Memory:
     """
     memory = tensor._memory
     if memory is None:
-        memory = tensor._memory = Memory(tensor)
+        memory = tensor._memory = Memory()
     return memory
 
 
@@ -295,10 +286,13 @@ def is_moved(tensor: DTensorBase) -> bool:
 
 
 def owner_of(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that has the memory of a view; the tensor itself if there is no other one."""
-    owner = memory_of(tensor).owner
-    found = None if owner is None else owner()
-    return tensor if found is None else found
+    """The tensor that has the memory of a view; the tensor itself if there is no other one.
+
+    If that was given other data or dims since, the first view of the memory that is left.
+    """
+    while (viewed := tensor._viewed) is not None and viewed[0]._spec is viewed[1]:
+        tensor = viewed[0]
+    return tensor
 
 
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
@@ -332,9 +326,8 @@ def version_of(tensor: Tensor) -> int:
 def writes_to(base: DTensorBase) -> int:
     """The number of writes to the memory of a base, those to local tensors included."""
     memory = memory_of(base)
-    owner = None if memory.owner is None else memory.owner()
     locals_ = [base._local_tensor, *memory.counters]
-    if owner is not None and owner is not base:
+    if (owner := owner_of(base)) is not base:
         locals_.append(owner._local_tensor)
     return memory.writes + sum(map(version_of, locals_))
 

@@ -45,7 +45,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views.memory_layout import offset_of, room_of
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
@@ -546,10 +546,11 @@ def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
     digest = tensor._digest if tensor._made is None else digest_of(tensor)
     copied = wrap(copy.deepcopy(tensor._local_tensor.detach(), memo), tensor._spec, digest)
     if first is None:
-        copied._memory = Memory(copied)
+        copied._memory = Memory()
         copies[root] = copied._memory, moved
     else:
-        copied._memory, copied._made, copied._digest = Memory(None, first), digest, None
+        copied._memory, copied._made, copied._digest = Memory(first), digest, None
+    memory_of(copied).room = room_of(tensor)
     moved_views.note_start(copied, offset_of(tensor))
     return copied
 

@@ -37,7 +37,7 @@ from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_counts import holders, living, show_as
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views.memory_layout import offset_of, room_of
 from tilework.layout import Placement
 
 
@@ -147,9 +147,11 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     digest, start = digest_of(value), offset_of(value)
     shown = local_of(value).data
     _keep_base(tensor, value)
+    if start:
+        memory_of(value).room = room_of(value)
     before, given, shows = own_memory(tensor), memory_of(value), own_memory(value).shows
     _leave_memory(tensor)
-    memory = Memory(tensor) if is_new else Memory(None, given, shows)
+    memory = Memory() if is_new else Memory(given, shows)
     tensor._memory = memory.counting_on(before)
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
@@ -172,10 +174,7 @@ def _keep_base(tensor: DTensorBase, value: DTensorBase) -> None:
 
 
 def _leave_memory(tensor: DTensorBase) -> None:
-    """Make a tensor that is about to get other memory no view, and no owner of its own. Local."""
-    memory = memory_of(tensor)
-    if memory.owner is not None and memory.owner() is tensor:
-        memory.owner = None
+    """Make a tensor that is about to get other memory no view. Local."""
     tensor._view_of = tensor._viewed = tensor._made = None
 
 
@@ -189,7 +188,7 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Give ``tensor`` the memory, shape and layout of ``value``, an in-place result. Local."""
     check_no_leaf(tensor)
     _leave_memory(tensor)
-    tensor._memory, tensor._grad, tensor._aliases = Memory(tensor), None, None
+    tensor._memory, tensor._grad, tensor._aliases = Memory(), None, None
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
     note_write(tensor, digest_of(value))
     show_shape(tensor)

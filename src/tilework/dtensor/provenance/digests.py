@@ -52,7 +52,8 @@ def digest_of(tensor: DTensorBase) -> int:
     if digest is not None:
         return digest
     if tensor._made is not None:
-        return hash((tensor._made, memory_of(tensor).digest))
+        written = memory_of(tensor).digest
+        return hash((tensor._made, written)) if written else tensor._made
     known = memory_of(tensor).content  # whoever has the local tensor may write to it
     if known is not None:
         local, version, changes, digest = known
@@ -91,20 +92,24 @@ def follow(tensor: DTensorBase, base: DTensorBase) -> None:
     tensor._made, tensor._digest = None if is_content else digest_of(base), None
 
 
+def follow_memory(tensor: DTensorBase) -> None:
+    """Let the digest of a tensor that gets views depend on writes through these. Local."""
+    is_content = tensor._digest is None and tensor._spec.is_replicated
+    if tensor._made is None and not is_content:  # of content, what it holds tells of writes
+        tensor._made, tensor._digest = digest_of(tensor), None
+
+
 def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of a write to it, and mix that into the digests of all views."""
     if tensor._noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, call_counts_of(tensor._spec.mesh).passes))
     memory = memory_of(tensor)
-    owner = None if memory.owner is None else memory.owner()
-    is_view = owner is not tensor
+    is_view = tensor._made is not None or tensor._viewed is not None
     if is_view:  # the part of the memory counts, even if the values before do not
         digest = hash((digest_of(tensor) if tensor._made is None else tensor._made, digest))
     memory.digest = hash((memory.digest, digest))
     if is_view:
         tensor._made, tensor._digest = digest, None
-        if owner is not None:
-            owner._digest = hash((digest_of(owner), digest))
     else:
         tensor._digest = digest
 

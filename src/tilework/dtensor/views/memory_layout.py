@@ -84,8 +84,7 @@ def offset_of(tensor: DTensorBase) -> int:
 
 def room_of(tensor: DTensorBase) -> int:
     """The number of elements in the memory that a tensor shows. Local."""
-    owner = owner_of(tensor)
-    return memory_of(owner).room or window_of(owner).stop
+    return memory_of(tensor).room or window_of(owner_of(tensor)).stop
 
 
 def _start(viewed: Viewed | int | None) -> int:

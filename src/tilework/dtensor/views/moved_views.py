@@ -35,7 +35,7 @@ from tilework.dtensor.base import (
     wrap_as,
     writes_to,
 )
-from tilework.dtensor.provenance.digests import follow
+from tilework.dtensor.provenance.digests import follow, follow_memory
 from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
 from tilework.tiled.op_names import canonical_name
 
@@ -129,6 +129,7 @@ def note_viewed(
     """
     view._viewed = (base, base._spec, func, args, kwargs, base._viewed)
     view._memory = memory = own_memory(base)
+    follow_memory(base)
     if memory.shows is not None:
         view._view_of = base._view_of
     elif view._local_tensor.requires_grad and view._spec.has_empty_parts:
@@ -148,8 +149,9 @@ def mark(tensor: Tensor, base: DTensorBase, redo: Redo, write: Write | None = No
     assert isinstance(tensor, DTensorBase)
     tensor._local_tensor = local = _counting(tensor._local_tensor)
     tensor._viewed = (base, base._spec, redo, (), {}, base._viewed)
+    follow_memory(base)
     shown = Snapshot(base, local, tensor._spec, redo, write or _write_gathered(redo))
-    tensor._view_of, tensor._memory = "", Memory(None, memory_of(base), shown)
+    tensor._view_of, tensor._memory = "", Memory(memory_of(base), shown)
     _note_equal(shown)
 
 
@@ -199,7 +201,7 @@ def same_memory(tensor: DTensorT, local: Tensor, func: Any = None) -> DTensorT:
     follow(result, tensor)
     note_viewed(result, tensor, func)
     if func is data_of:
-        result._memory = Memory(None, memory_of(tensor), own_memory(tensor).shows)
+        result._memory = Memory(memory_of(tensor), own_memory(tensor).shows)
     if is_moved(tensor) and func is not None:
         assert tensor._view_of is not None
         apart = "data" if func is data_of else "detach"
