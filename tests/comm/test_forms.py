@@ -10,6 +10,7 @@ import torch
 import tilework.distributed as dist
 from tests.tables import each
 from tilework.comm.contract import CompletedWork, ProcessGroup, Work
+from tilework.comm.flight import history
 from tilework.comm.forms import FORMS, Form, Operation, Parts
 from tilework.comm.operations import collectives
 
@@ -29,6 +30,12 @@ def test_a_methods_arguments_stand_for_the_call(form: Form) -> None:
     call = tensors_of(form)
     (same,) = form.operations(form.arguments(call))
     assert same == call
+
+
+def test_the_histories_of_flights_know_the_table() -> None:
+    others = {form.name: form.kind for form in ALL if form.name != form.kind}
+    assert others.items() <= history.ALIASES.items()
+    assert tuple(form.kind for form in ALL if form.in_place) == history.ELEMENTWISE
 
 
 @each("form", ALL)

@@ -85,20 +85,6 @@ GRADIENTS = [
         "tests/dtensor/views/test_places.py",
     ),
     fault(
-        "DTensor: a tensor that is given data goes on with its aliases",
-        "dtensor/autograd/gradients.py",
-        "        tensor._places.aliases = {}  #",
-        "        pass  #",
-        "tests/dtensor/autograd/test_origins.py",
-    ),
-    fault(
-        "DTensor: gradients of what has moved lack those of views",
-        "dtensor/autograd/changed_in_place.py",
-        "    if before.requires_grad and (is_copy or",
-        "    if not before.requires_grad and (is_copy or",
-        "tests/dtensor/rules/test_in_place_views.py",
-    ),
-    fault(
         "DDP: gradients are summed",
         "parallel/data_parallel/reducer.py",
         "return all_reduce(flat, ReduceOp.AVG, self.active, async_op)",

@@ -450,6 +450,8 @@ def _updated(old: Mapping[Any, Any], new: Any) -> Any:
 def unfillable(tensor: Tensor) -> str:
     """The reason why a tensor's elements cannot be written in place; empty if they can."""
     if isinstance(tensor, TiledTensor):
+        if tensor.is_snapshot:
+            return "a view that had to move elements, a copy: load into the base"
         return next(filter(None, map(unfillable, tensor.local_tiles())), "")
     if is_lazy(tensor):
         return "not initialised: give the module an input, or a shape, first"

@@ -264,6 +264,11 @@ class DTensor(DTensorBase):
         moved_views.hand_out(self)
         return super().local_tiles()
 
+    @property
+    def is_snapshot(self) -> bool:
+        """True if this is a view that had to move elements: a copy that may be written through."""
+        return is_moved(self)
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full value as a plain tensor on every rank. Collective; blocks; differentiable.
 

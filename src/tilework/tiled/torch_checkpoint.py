@@ -28,6 +28,11 @@ class InTorchCheckpoints:
     def local_tiles(self) -> list[Tensor]:
         """This rank's tiles, in the order of ``tiling.of(rank)``."""
 
+    @property
+    def is_snapshot(self) -> bool:
+        """True if the tiles are copies of elements of a base, which had to move to this rank."""
+        return False
+
     @abstractmethod
     def local_boxes(self) -> list[Box]:
         """The boxes of this rank's tiles, in the order of :meth:`local_tiles`. Local.

@@ -43,6 +43,7 @@ void draw_collective(Step& step, int size, Random& random) {
   step.kind = static_cast<OpKind>(random.below(kKinds));
   step.reduce_op = reduces(step.kind) ? random.among(kReduceOpsDrawn) : ReduceOp::kNone;
   step.root = static_cast<int>(random.below(size));
+  if (scans(step.kind)) step.root = step.root == 0 ? 0 : size - 1;
   step.in_place = random.once_in(3);
   const uint64_t arenas = random.below(3);  // nobody's, everybody's, some
   for (int rank = 0; rank < size; ++rank) {

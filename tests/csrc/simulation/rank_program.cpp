@@ -109,6 +109,8 @@ class Member {
       case OpKind::kScatter: return contribution(step_, step_.root, rank_, count);
       case OpKind::kAllReduce:
       case OpKind::kReduce: return reduced(0, count);
+      case OpKind::kScan:
+      case OpKind::kExscan: return scanned(count);
       case OpKind::kReduceScatter: return reduced(rank_, count);
       case OpKind::kAllToAll: return contribution(step_, i, rank_, count);
       default: return contribution(step_, i, 0, count);
@@ -126,9 +128,17 @@ class Member {
     return step_.kind != OpKind::kScatter && step_.kind != OpKind::kReduceScatter &&
            step_.kind != OpKind::kAllToAll;
   }
-  Elements reduced(int to, size_t count) const {
-    Elements result = contribution(step_, 0, to, count);
-    for (int from = 1; from < size_; ++from)
+  /// From the root, the first or the last rank, to this rank; the root's exscan leaves its elements.
+  Elements scanned(size_t count) const {
+    const int own = step_.kind == OpKind::kScan ? 1 : 0;
+    const int begin = step_.root == 0 ? 0 : rank_ + 1 - own;
+    const int end = step_.root == 0 ? rank_ + own : size_;
+    return begin < end ? reduced(0, count, begin, end) : contribution(step_, rank_, 0, count);
+  }
+  Elements reduced(int to, size_t count) const { return reduced(to, count, 0, size_); }
+  Elements reduced(int to, size_t count, int begin, int end) const {
+    Elements result = contribution(step_, begin, to, count);
+    for (int from = begin + 1; from < end; ++from)
       for (size_t i = 0; i < count; ++i)
         result[i] = reduce(step_.reduce_op, result[i], element(step_, from, to, i));
     return result;
@@ -301,7 +311,8 @@ class Rank {
         tensors.outputs[0].data = tensors.inputs[member.own_input()].data;
     }
     for (int i = 0; i < member.inputs(); ++i) write(tensors.inputs[i], member.input(i));
-    if (step.kind == OpKind::kBroadcast && self == step.root)
+    const bool keeps = step.kind == OpKind::kBroadcast || step.kind == OpKind::kExscan;
+    if (keeps && self == step.root)
       write(tensors.outputs[0], member.expected(0));
     return tensors;
   }

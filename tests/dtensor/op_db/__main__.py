@@ -144,7 +144,7 @@ def _supervise(options: Any) -> int:
     Path(options.results).write_text("".join(json.dumps(one) + "\n" for one in found))
     if options.table:
         table.write(every, found)
-    bad = [one for one in found if one["state"] != "right"]
+    bad = [one for one in found if one["state"] not in ("right", "refused")]
     for one in bad:
         print(one["text"])
     counts = Counter(one["state"] for one in found)

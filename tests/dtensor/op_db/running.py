@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import traceback
 import warnings
@@ -32,12 +33,17 @@ _TOLERANCE = {
 }
 
 
+#: Changes of dims in place that DTensor refuses.
+_REFUSED = re.compile("would change the dims of|would have to move elements between ranks: write")
+
+
 @dataclass
 class Result:
     """How one case went on one rank."""
 
     case: Case
-    #: "right", "wrong" (another result than torch's) or "raised".
+    #: "right", "wrong" (another result than torch's), "refused" (see docs/concepts/limits.md) or
+    #: "raised".
     outcome: str
     why: str = ""
     gathered: Sequence[str] = ()
@@ -108,6 +114,8 @@ def _run(case: Case, mesh: DeviceMesh) -> Result:
     except AssertionError as error:
         return Result(case, "wrong", f"{_first(error)} {_place(error)}")
     except Exception as error:
+        if _REFUSED.search(str(error)):
+            return Result(case, "refused")
         return Result(case, "raised", f"{type(error).__name__}: {_first(error)} {_place(error)}")
     return Result(case, "right", gathered=seen.gathered)
 

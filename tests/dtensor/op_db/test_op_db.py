@@ -29,7 +29,7 @@ def some_of(part: int) -> list[Case]:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_operators_of_torchs_database_give_what_plain_tensors_give(part: int) -> None:
     results = run_cases(some_of(part))
-    wrong = [str(result) for result in results if result.outcome != "right"]
+    wrong = [str(result) for result in results if result.outcome not in ("right", "refused")]
     assert not wrong, "\n".join(wrong)
     told = table.read()
     untrue = [

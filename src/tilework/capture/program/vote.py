@@ -1,6 +1,6 @@
 """The ranks that run a captured step together, and their decision on how to run a call.
 
-Ranks may have batches of different sizes: then a rank has a record for its call, and another rank
+Ranks may have batches of different sizes: then a rank has a record for the call, and another rank
 has none. A recorded call communicates more than a program does. Therefore ranks vote in each call,
 and all of them run the program, check it, or record.
 """

@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import FAILED, RUNNING, Entry
-from tilework.comm.forms import FORMS
 
-#: Names of functions that are the same operation.
-_ALIASES = {**{form.name: form.kind for form in FORMS.values()}, "monitored_barrier": "barrier"}
+#: Names of functions that are the same operation. (The table of collectives needs torch, which
+#: the launcher does not load.)
+ALIASES = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "monitored_barrier": "barrier",
+}
 #: Operations whose arguments must all be equal on all ranks.
-_ELEMENTWISE = [form.kind for form in FORMS.values() if form.in_place]
+ELEMENTWISE = ("broadcast", "all_reduce", "scan", "exscan")
 
 
 @dataclass
@@ -97,11 +104,11 @@ def failed(entry: Entry) -> bool:
 def family(entry: Entry) -> str:
     """The name of an operation without variants: ``all_gather_into_tensor`` is ``all_gather``."""
     name = entry.what.partition(" ")[0]
-    return _ALIASES.get(name, name)
+    return ALIASES.get(name, name)
 
 
 def _compared(entry: Entry) -> str:
-    return entry.what.partition(" ")[2] if family(entry) in _ELEMENTWISE else ""
+    return entry.what.partition(" ")[2] if family(entry) in ELEMENTWISE else ""
 
 
 class History:
