@@ -384,7 +384,8 @@ def _is_float_key(key: Any) -> bool:
 def _key_of(leaf: Any) -> Any:
     if leaf.__class__ is DTensor:
         local = leaf._local_tensor
-        return leaf._spec, local.dtype, local.stride(), local.requires_grad
+        layout = leaf._spec, local.dtype, local.stride(), local.requires_grad
+        return (*layout, leaf.is_snapshot)
     if isinstance(leaf, Tensor):
         bits = leaf.is_conj() or leaf.is_neg()
         return (*memory_layout_of(leaf), type(leaf), bits and (leaf.is_conj(), leaf.is_neg()))

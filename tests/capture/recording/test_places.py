@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from tests.capture.twins import run_twins, tensors_of
 from tilework.capture import capture
+from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.errors import CaptureError
+from tilework.testing import run_ranks
 
 
 class Factors:
@@ -765,3 +767,16 @@ def test_a_library_that_decides_at_the_start_of_a_step_is_recorded_for_each_way(
         for greatest in (2, 2, 3, 2, 3):
             assert program(torch.tensor([0, greatest])).shape == (2, greatest + 1)
     assert len(program.records) == 1
+
+
+def test_a_view_that_had_to_move_is_refused_where_it_comes_from_outside() -> None:
+    def program(rank: int) -> None:
+        base = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        view = base[3]
+        for args, step in [((), lambda: view + 1), ((view,), lambda x: x + 1)]:
+            captured: Any = capture(step)
+            captured(*args)
+            with pytest.raises(CaptureError, match="Make the view in the step"):
+                captured(*args)
+
+    run_ranks(2, program)

@@ -294,6 +294,22 @@ def layouts_of_others(graph: Graph, places: StatePlaces) -> Iterator[tuple[State
             yield layout, memory_layout_of(plain(tensor))
 
 
+def refuse_snapshots(graph: Graph, leaves: Sequence[Any]) -> None:
+    """Refuse DTensors from outside the step that are views whose elements had to move.
+
+    Raises:
+        CaptureError: A program would read the copy, also after a write to the base.
+    """
+    for each in graph.inputs:
+        owner = leaves[each.path.number] if each.is_argument else each.is_local and each.path.owner
+        if isinstance(owner, DTensor) and owner.is_snapshot:
+            raise CaptureError(
+                f"the step reads {owner!r}, a view from outside the step whose elements had to "
+                f"move between ranks: a program could not see later writes to the base. Make the "
+                f"view in the step, or pass a clone() of it"
+            )
+
+
 def memory_of_dtensors(after: StatePlaces) -> Iterator[tuple[StatePlace, Any]]:
     """Conditions that DTensors to which the step refers keep their memory.
 

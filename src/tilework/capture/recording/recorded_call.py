@@ -36,6 +36,7 @@ from tilework.capture.recording.effects import (
     leaf_of,
     memory_of_dtensors,
     refuse_graphs,
+    refuse_snapshots,
     way_to,
 )
 from tilework.capture.recording.inputs import Inputs
@@ -108,6 +109,7 @@ def record_call(
         outputs, tree = tree_flatten(result, is_size)
         if not unseen.makes_anything_once():
             _refuse_unknown(outputs, before)
+            refuse_snapshots(recorder.graph, call.leaves)
             if needed is None:
                 refuse_graphs(outputs, before, recorder)
             recorder.graph.result = [leaf_of(each, recorder) for each in outputs]
