@@ -228,8 +228,14 @@ class DTensor(DTensorBase):
             ValueError: torch has no placements for this layout, since torch splits only as
                 ``torch.chunk`` does. Or ranks do not ascend along an axis of the mesh, where
                 torch's values go wrong.
-            RuntimeError: torch.distributed is not initialized.
+            RuntimeError: torch.distributed is not initialized. Or this is a view that had to move
+                elements: writes to torch's DTensor would not reach the base.
         """
+        if is_moved(self):
+            raise RuntimeError(
+                f"{self!r} is a view that had to move elements, a copy: writes to torch's DTensor "
+                f"would not reach the base. Convert the base, or a clone() of the view"
+            )
         spec = self._spec
         placements, mesh = torch_placements(spec), spec.mesh.to_torch()
         return torch_from_local(self.to_local(), spec, mesh, placements)
