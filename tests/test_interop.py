@@ -100,7 +100,7 @@ def test_other_ranks_orders_and_what_no_mesh_writes() -> None:
         with pytest.raises(ValueError, match="a shard on rank"):
             to_dtensor(sharded, DeviceMesh("cpu", [0]))
         with pytest.raises(TypeError, match="takes a ShardedTensor"):
-            to_dtensor(WHOLE, mesh)  # type: ignore[arg-type]
+            to_dtensor(WHOLE, mesh)
 
     run_ranks(2, program)
 
@@ -127,7 +127,7 @@ def test_parts_that_several_ranks_have_are_refused() -> None:
             with pytest.raises(ValueError, match="has each element once"):
                 to_sharded(distribute_tensor(WHOLE, mesh, placements))
         with pytest.raises(TypeError, match="takes a DTensor"):
-            to_sharded(WHOLE)  # type: ignore[arg-type]
+            to_sharded(WHOLE)
 
     run_ranks(4, program)
 

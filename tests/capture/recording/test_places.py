@@ -773,7 +773,8 @@ def test_a_view_that_had_to_move_is_refused_where_it_comes_from_outside() -> Non
     def program(rank: int) -> None:
         base = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
         view = base[3]
-        for args, step in [((), lambda: view + 1), ((view,), lambda x: x + 1)]:
+        steps: list[tuple[tuple[Any, ...], Any]] = [((), lambda: view + 1), ((view,), torch.neg)]
+        for args, step in steps:
             captured: Any = capture(step)
             captured(*args)
             with pytest.raises(CaptureError, match="Make the view in the step"):

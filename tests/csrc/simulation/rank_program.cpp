@@ -312,8 +312,7 @@ class Rank {
     }
     for (int i = 0; i < member.inputs(); ++i) write(tensors.inputs[i], member.input(i));
     const bool keeps = step.kind == OpKind::kBroadcast || step.kind == OpKind::kExscan;
-    if (keeps && self == step.root)
-      write(tensors.outputs[0], member.expected(0));
+    if (keeps && self == step.root) write(tensors.outputs[0], member.expected(0));
     return tensors;
   }
 

@@ -300,8 +300,8 @@ def refuse_snapshots(graph: Graph, leaves: Sequence[Any]) -> None:
     Raises:
         CaptureError: A program would read the copy, also after a write to the base.
     """
-    for each in graph.inputs:
-        owner = leaves[each.path.number] if each.is_argument else each.is_local and each.path.owner
+    owners = [each.path.owner for each in graph.inputs if each.is_local]
+    for owner in (*leaves, *owners):
         if isinstance(owner, DTensor) and owner.is_snapshot:
             raise CaptureError(
                 f"the step reads {owner!r}, a view from outside the step whose elements had to "
