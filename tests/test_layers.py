@@ -7,6 +7,7 @@ import ast
 import pytest
 
 from tests.architecture.drawing import DRAWINGS, DRAWN, parts_of
+from tests.architecture.faces import LISTS, is_face, unused_names
 from tests.architecture.imports import (
     FILES,
     LAYERS,
@@ -68,6 +69,20 @@ def test_nobody_needs_the_package_itself() -> None:
     inside = [each for each in all_imports() if each.importer != "tilework"]
     wrong = [f.where for f in inside if f.module == "tilework" and layer_of(f.importer) != "cli"]
     assert not wrong
+
+
+def test_packages_enter_each_other_through_faces() -> None:
+    wrong = [
+        f"{each.where}: {each.importer} imports {each.module}"
+        for each in all_imports()
+        if layer_of(each.importer) not in (None, layer_of(each.module)) and not is_face(each.module)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("face", LISTS)
+def test_other_packages_use_all_that_a_face_offers(face: str) -> None:
+    assert not unused_names(face)
 
 
 def test_only_launchers_import_testing() -> None:

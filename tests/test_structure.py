@@ -81,6 +81,7 @@ SUFFIXES = {".py", ".cpp", ".h"}
 
 #: Names of modules that a package has twice, and why.
 SAME_MODULES = {
+    "comm/internal": "each lists what other packages use of a folder",
     "distributed/functional": "distributed.nn.functional mirrors torch's module of that path",
 }
 

@@ -34,6 +34,7 @@ PRONOUNS = {
     "launch": (30, 13),
     "layout": (9, 15),
     "mesh": (5, 14),
+    "models": (2, 8),
     "parallel": (15, 44),
     "rendezvous": (0, 10),
     "rpc": (1, 28),

@@ -214,7 +214,7 @@ def public_names(package: str) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tilework"):
             for name in node.names:
-                sources[name.asname or name.name] = f"{node.module}.{name.name}"
+                sources[name.asname or name.name] = _defined(f"{node.module}.{name.name}")
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             published |= set(ast.literal_eval(node.value))
     for (owner, name), place in LATE_NAMES.items():
@@ -225,6 +225,17 @@ def public_names(package: str) -> dict[str, str]:
         for name, source in sources.items()
         if name in published and not _is_module(source) and not _belongs_elsewhere(source, package)
     }
+
+
+def _defined(source: str) -> str:
+    """The path of a name's definition, for a name that a package's face imports."""
+    module, _, name = source.rpartition(".")
+    if not module.endswith(".internal"):
+        return source
+    for node in ast.parse((SOURCES / f"{module.replace('.', '/')}.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and name in {each.name for each in node.names}:
+            return f"{node.module}.{name}"
+    return source
 
 
 def _is_module(path: str) -> bool:

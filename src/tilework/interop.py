@@ -6,12 +6,18 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations, product
 
 from tilework.comm.world import AnyGroup, get_rank
-from tilework.dtensor.from_local import sizes_along
-from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
-from tilework.dtensor.tensor import DTensor, empty_local, wrap
-from tilework.dtensor.torch_tensors import refuse_torch_dtensor
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import (
+    DTensorSpec,
+    Ints,
+    empty_local,
+    refuse_torch_dtensor,
+    sizes_along,
+    spec_of,
+    wrap,
+)
 from tilework.layout import Box, Placement, Replicate, Shard
-from tilework.layout.sharding import infer_splits
+from tilework.layout.internal import infer_splits
 from tilework.mesh import DeviceMesh
 from tilework.sharded import Shard as LocalShard
 from tilework.sharded import (
@@ -21,7 +27,7 @@ from tilework.sharded import (
     TensorProperties,
     infer_sharding_spec_from_shards_metadata,
 )
-from tilework.sharded.metadata import Items
+from tilework.sharded.internal import Items
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:

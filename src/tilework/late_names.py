@@ -10,13 +10,16 @@ import importlib
 from typing import Any, Final
 
 _BUCKETS = "tilework.parallel.data_parallel.buckets"
+_STALE = "tilework.parallel.stale_optimizers"
 #: By package and name: the module above, and the object's name there ("" for the module itself).
 LATE_NAMES: Final = {
     ("distributed", "_compute_bucket_assignment_by_size"): (
         _BUCKETS,
         "compute_bucket_assignment_by_size",
     ),
-    ("tiled", "state_dict"): ("tilework.checkpoint.state_dict", ""),
+    ("models", "state_dict"): ("tilework.checkpoint.state_dict", ""),
+    ("sharded", "mark_replaced"): (_STALE, "mark_replaced"),
+    ("dtensor", "marking_replaced"): (_STALE, "marking_replaced"),
     ("dtensor", "to_dtensor"): ("tilework.interop", "to_dtensor"),
     ("dtensor", "to_sharded"): ("tilework.interop", "to_sharded"),
     ("dtensor", "capture"): ("tilework.capture.step", "capture"),

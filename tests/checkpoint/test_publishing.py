@@ -29,7 +29,7 @@ from tilework.parallel import (
     parallelize_module,
 )
 from tilework.testing import run_ranks
-from tilework.tiled import torch_state_dict
+from tilework.models import torch_state_dict
 
 PLAN = {
     "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),

@@ -30,9 +30,9 @@ from tilework.capture.recording.effects import HasGraphError, set_by
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.capture.step import MOST_RECORDS, Program, key_of_call
-from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
-from tilework.dtensor.base import wrap_as
-from tilework.dtensor.tensor import DTensor
+from tilework.comm.per_call.internal import current_recorder, unrecorded
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import wrap_as
 from tilework.errors import CaptureError
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import units_of

@@ -22,9 +22,9 @@ from tilework.capture.program.vote import VotingRanks, Way
 from tilework.capture.recording.arguments import StepCall, flatten
 from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call
-from tilework.comm.per_call.call_recorder import current_recorder
-from tilework.dtensor.spec import DTensorSpec
-from tilework.dtensor.tensor import DTensor
+from tilework.comm.per_call.internal import current_recorder
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import DTensorSpec
 from tilework.errors import CaptureError, DistError
 
 P = ParamSpec("P")

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.save_planning import cut_box
-from tilework.comm.operations.collectives import broadcast
-from tilework.comm.operations.objects import device_of
+from tilework.comm.operations.internal import broadcast, device_of
 from tilework.comm.world import get_default_group, get_rank
 from tilework.dtensor import DTensor
-from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor
 from tilework.layout import Box
-from tilework.layout.box import whole_box
-from tilework.tiled.tensor import TiledTensor
+from tilework.layout.internal import whole_box
+from tilework.tiled import TiledTensor
 
 #: The maximum of bytes under way at once.
 PIECE_BYTES = 32 << 20

@@ -21,12 +21,12 @@ from tilework.checkpoint.memory import full_crc32
 from tilework.checkpoint.objects import is_lazy
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.values import KIND
-from tilework.comm.per_call.checks import has_memory
+from tilework.comm.per_call.internal import has_memory
 from tilework.dtensor import DTensor
 from tilework.layout import Box, Partial, Replicate
-from tilework.layout.box import whole_box
-from tilework.sharded.base import ShardedTensorBase
-from tilework.tiled.tensor import TiledTensor
+from tilework.layout.internal import whole_box
+from tilework.sharded import ShardedTensorBase
+from tilework.tiled import TiledTensor
 
 #: The facts of a leaf that ranks exchange: the kind, and plain data.
 Facts = tuple[Any, ...]

@@ -20,7 +20,7 @@ from tilework.checkpoint.load_planning import Need, ReadUnit, blocks_of, is_for_
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.reading import copy_region
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_gather_into_tensor, all_to_all_single
+from tilework.comm.operations.internal import all_gather_into_tensor, all_to_all_single
 from tilework.layout import Box
 
 #: The bytes that a rank reads for a round, unless a single unit is longer.

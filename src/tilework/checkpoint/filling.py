@@ -24,11 +24,11 @@ from tilework.checkpoint.objects import Containers, has_state, is_lazy, unwrappe
 from tilework.checkpoint.parameter_names import Places
 from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.values import decode_value, is_plain_sequence
-from tilework.comm.per_call.checks import awaited, has_memory
+from tilework.comm.per_call.internal import awaited, has_memory
 from tilework.dtensor import DTensor
-from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor
 from tilework.errors import CheckpointError
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 #: Gives the loaded value, once tensors are filled.
 Finish = Callable[[], Any]

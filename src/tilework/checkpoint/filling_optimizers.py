@@ -26,9 +26,9 @@ from tilework.checkpoint.parameter_names import (
 from tilework.checkpoint.saved import SavedTensor
 from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
-from tilework.dtensor.tensor import wrap
+from tilework.dtensor.internal import wrap
 from tilework.sharded import ShardedOptimizer, ShardedTensor
-from tilework.sharded.optim_params import local_tensors
+from tilework.sharded.internal import local_tensors
 
 Named = list[tuple[Any, Tensor]]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tilework.checkpoint.flat_state import FlatState, FlatValue, children_of, dotted
 from tilework.checkpoint.format import MOST_DEPTH, Path
 from tilework.checkpoint.values import KIND, decode_value, encode_value, is_plain_sequence
-from tilework.comm.per_call.checks import awaited
+from tilework.comm.per_call.internal import awaited
 from tilework.dtensor import DTensor
-from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor
 
 #: The maximum of levels: an index needs a few around the state, and up to five for a value.
 _MOST_LEVELS = MOST_DEPTH - 10

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilework.checkpoint.picture import checkpoint_lines, summary
 from tilework.checkpoint.saved import SavedFile, SavedTensor
-from tilework.tiled.html import WIDTH, lines_html
+from tilework.tiled import WIDTH, lines_html
 
 #: The name of the index file: a folder with an index is a checkpoint.
 INDEX_NAME = "index.json"

@@ -13,7 +13,7 @@ from tilework.checkpoint.picture import bytes_of
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.values import decode_value
 from tilework.errors import CheckpointError
-from tilework.tiled.terminal import StyledLine, bytes_text
+from tilework.tiled import StyledLine, bytes_text
 
 #: Names of the folders: 8 digits with leading zeros, or more digits.
 FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")

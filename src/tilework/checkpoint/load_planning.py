@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 from tilework.checkpoint.no_collections import no_collections
 from tilework.checkpoint.saved import Part, SavedTensor
-from tilework.comm.transfer.round_shares import blocks
+from tilework.comm.operations.internal import blocks
 from tilework.layout import Box
-from tilework.layout.box import trusted_box
-from tilework.layout.box_index import BoxIndex
+from tilework.layout.internal import BoxIndex, trusted_box
 
 #: The bytes of pieces of shared parts; a multiple of a chunk, unless chunks are longer.
 UNIT_BYTES = 2 << 20

@@ -38,8 +38,8 @@ from tilework.checkpoint.targets import Targets
 from tilework.dtensor import DTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box
-from tilework.layout.box import whole_box
-from tilework.tiled.tensor import TiledTensor
+from tilework.layout.internal import whole_box
+from tilework.tiled import TiledTensor
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tilework.checkpoint.storage import LOCK_NAME, Storage
 from tilework.checkpoint.values import encode_value
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
-from tilework.tiled.html import lines_html
+from tilework.tiled import lines_html
 
 
 class CheckpointManager:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilework.errors import CheckpointError
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 
 def has_no_memory(tensor: Tensor) -> bool:

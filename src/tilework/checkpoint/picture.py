@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tilework.checkpoint.saved import SavedTensor
-from tilework.tiled.picture import PictureSize, draw
-from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture
+from tilework.tiled import COLOURS, PictureSize, StyledLine, bytes_text, coloured_picture, draw
 
 #: The maximum of tensors and of layouts to show without names.
 LISTED, DRAWN = 200, 4

@@ -52,7 +52,7 @@ from tilework.checkpoint.storage import UNFINISHED, LocalStorage
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
 from tilework.layout import Box
-from tilework.layout.box import whole_box
+from tilework.layout.internal import whole_box
 
 #: The size in bytes of pieces of elements that are converted and written.
 _PIECE_BYTES = 1 << 20

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tilework.checkpoint.system_errors import as_checkpoint_error
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
+from tilework.comm.operations.internal import agree
 from tilework.comm.world import AnyGroup, NonMember, current_world, is_initialized, resolve
 from tilework.errors import CheckpointError
 

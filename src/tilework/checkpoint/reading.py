@@ -31,7 +31,7 @@ from tilework.checkpoint.storage import FileReader, Storage
 from tilework.checkpoint.targets import Place
 from tilework.errors import CheckpointError
 from tilework.layout import Box
-from tilework.layout.box_index import BoxIndex
+from tilework.layout.internal import BoxIndex
 
 try:
     from tilework import _core

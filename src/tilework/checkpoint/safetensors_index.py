@@ -20,7 +20,7 @@ from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url
 from tilework.errors import CheckpointError
-from tilework.layout.box import whole_box
+from tilework.layout.internal import whole_box
 
 #: Hugging Face's name of the index of several files, and of a single file.
 HF_INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from tilework.checkpoint.safetensors_index import safetensors_index
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.values import value_text
-from tilework.tiled.terminal import StyledLine, print_styled
+from tilework.tiled import StyledLine, print_styled
 
 
 @checkpoint_errors()

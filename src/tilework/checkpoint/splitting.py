@@ -18,9 +18,8 @@ from tilework.checkpoint.format import chunk_count
 from tilework.checkpoint.host_load import HostLoad
 from tilework.checkpoint.load_planning import SharedPart
 from tilework.checkpoint.memory import crc32
-from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ProcessGroup, ReduceOp
+from tilework.comm.operations.internal import all_reduce
 
 
 def read_split(load: HostLoad) -> None:

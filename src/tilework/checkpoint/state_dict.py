@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from tilework.checkpoint.copying import broadcast_into, copy_into
 from tilework.checkpoint.filling import is_in_module, unfillable
 from tilework.checkpoint.objects import is_split, unwrapped, wrapped_attribute
-from tilework.comm.operations.objects import broadcast_object_list
+from tilework.comm.operations.internal import broadcast_object_list
 from tilework.comm.world import get_rank, is_initialized
 from tilework.dtensor import DTensor
-from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor
 from tilework.sharded import ShardedOptimizer
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 State = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]

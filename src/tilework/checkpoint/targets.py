@@ -10,7 +10,7 @@ from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.load_planning import Need, Wanted
 from tilework.checkpoint.memory import Runs, runs_of
 from tilework.checkpoint.saved import Part
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 #: The place of a box's elements: a tensor of the box's size, or runs in memory for the core.
 Place = Tensor | Runs

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from tilework.comm.per_call.torch_names import ATTRIBUTE, torch_names
+from tilework.comm.per_call.internal import ATTRIBUTE, torch_names
 from tilework.comm.world import is_initialized
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

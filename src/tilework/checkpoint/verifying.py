@@ -24,7 +24,7 @@ from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.errors import CheckpointError
-from tilework.layout.box import whole_box
+from tilework.layout.internal import whole_box
 
 
 @checkpoint_errors()

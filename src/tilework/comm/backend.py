@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from tilework.comm.contract import ProcessGroup
-from tilework.store.contract import Store
+from tilework.store import Store
 
 
 @dataclass(frozen=True, slots=True)

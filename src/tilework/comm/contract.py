@@ -16,13 +16,22 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.comm.capabilities import Capability
+from tilework.comm.capabilities import Capability as Capability
 from tilework.comm.elastic.registers import Registers
 from tilework.comm.flight.ring import Entry
-from tilework.comm.forms import FORMS, Operation, Parts
-from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
+from tilework.comm.forms import FORMS as FORMS
+from tilework.comm.forms import Form as Form
+from tilework.comm.forms import Kind as Kind
+from tilework.comm.forms import Operation as Operation
+from tilework.comm.forms import Parts
+from tilework.comm.reduce_op import AnyReduceOp as AnyReduceOp
+from tilework.comm.reduce_op import RedOpType as RedOpType
+from tilework.comm.reduce_op import ReduceOp as ReduceOp
+from tilework.comm.reduce_op import check_reduction as check_reduction
+from tilework.comm.reduce_op import make_premul_sum as make_premul_sum
+from tilework.comm.reduce_op import supports_complex as supports_complex
 from tilework.errors import DistBackendError
-from tilework.layout.torch_callers import refuse_torch_caller
+from tilework.layout.internal import refuse_torch_caller
 
 
 @dataclass(frozen=True, slots=True)

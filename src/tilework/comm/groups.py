@@ -12,11 +12,16 @@ from typing import Any
 from tilework.comm.agreement import agree_equal
 from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup, seconds_of
+from tilework.comm.elastic.events import note_event as note_event
 from tilework.comm.elastic.grow import grow, rejoin
+from tilework.comm.elastic.grow import tickets_waiting as tickets_waiting
 from tilework.comm.elastic.shrink import shrink
-from tilework.comm.elastic.variables import REJOIN_VARIABLE
-from tilework.comm.making.group_plan import GroupPlan, identity_on, told_to_all
-from tilework.comm.making.init_generation import InitGeneration
+from tilework.comm.elastic.ticket_store import TicketStore as TicketStore
+from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE as MIN_RANKS_VARIABLE
+from tilework.comm.elastic.variables import REJOIN_VARIABLE as REJOIN_VARIABLE
+from tilework.comm.making.group_plan import GroupPlan as GroupPlan
+from tilework.comm.making.group_plan import identity_on, told_to_all
+from tilework.comm.making.init_generation import InitGeneration as InitGeneration
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.waits.cycles import notice_cycles
 from tilework.comm.waits.group import MEANS_ERRORS, GroupWait, lack_of_means
@@ -37,10 +42,9 @@ from tilework.errors import (
     StoreTimeoutError,
 )
 from tilework.rendezvous import rendezvous
-from tilework.rendezvous.ended_ranks import EndedRanks
+from tilework.rendezvous.internal import EndedRanks
 from tilework.store import PrefixStore, Store
-from tilework.store.answer_limit import answers_within
-from tilework.store.barrier import Barrier, meet
+from tilework.store.internal import Barrier, answers_within, meet
 
 #: The time that an operation may wait for other ranks unless another is given.
 DEFAULT_TIMEOUT = timedelta(minutes=30)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilework.layout.torch_callers import called_by_torch
+from tilework.layout.internal import called_by_torch
 
 
 class RedOpType(enum.Enum):

@@ -31,7 +31,7 @@ from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.per_call.callbacks import end_idle_threads, finish_callbacks
 from tilework.comm.per_call.callsite import user_frame
 from tilework.rendezvous import detect_environment
-from tilework.store.contract import Store
+from tilework.store import Store
 
 try:
     from tilework import _core

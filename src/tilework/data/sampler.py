@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from tilework.comm.agreement import agree_equal
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import AnyGroup, NonMember, is_initialized, resolve
 from tilework.data.rows import Division, Uneven, epoch_order
 from tilework.mesh import DeviceMesh

@@ -8,7 +8,7 @@ without it (``store_based_barrier``, ``get_default_group``, ``make_premul_sum``,
 
 from typing import TYPE_CHECKING, Any
 
-from tilework.comm.backend import (
+from tilework.comm.backends.internal import (
     Backend,
     BackendConfig,
     DistributedBackendOptions,
@@ -21,14 +21,16 @@ from tilework.comm.backend import (
     is_ucc_available,
     is_xccl_available,
 )
-from tilework.comm.contract import Options, ProcessGroup, Work
-from tilework.comm.debug import (
-    DebugLevel,
-    get_debug_level,
-    set_debug_level,
-    set_debug_level_from_env,
+from tilework.comm.contract import (
+    Options,
+    ProcessGroup,
+    RedOpType,
+    ReduceOp,
+    Work,
+    make_premul_sum,
+    supports_complex,
 )
-from tilework.comm.flight.stragglers import Straggler
+from tilework.comm.flight.internal import Straggler
 from tilework.comm.groups import (
     DEFAULT_TIMEOUT as default_pg_timeout,  # torch's name
 )
@@ -43,24 +45,35 @@ from tilework.comm.groups import (
     shrink_group,
     split_group,
 )
-from tilework.comm.operations import collectives
-from tilework.comm.operations import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
-from tilework.comm.operations.breakpoints import breakpoint
-from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager
-from tilework.comm.operations.collectives import *  # noqa: F403
-from tilework.comm.operations.find_stragglers import find_stragglers
-from tilework.comm.operations.objects import (
+from tilework.comm.operations import internal as operations
+from tilework.comm.operations.internal import *  # noqa: F403
+from tilework.comm.operations.internal import (
+    CoalescedWork,
+    P2POp,
     all_gather_object,
+    assert_same,
+    batch_isend_irecv,
+    breakpoint,
     broadcast_object_list,
+    coalescing_manager,
+    find_stragglers,
     gather_object,
+    irecv,
+    isend,
+    on_rank,
+    recv,
     recv_object_list,
     scatter_object_list,
+    send,
     send_object_list,
 )
-from tilework.comm.operations.on_rank import assert_same, on_rank
-from tilework.comm.operations.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from tilework.comm.per_call.profiling import record_comm
-from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum, supports_complex
+from tilework.comm.per_call.internal import (
+    DebugLevel,
+    get_debug_level,
+    record_comm,
+    set_debug_level,
+    set_debug_level_from_env,
+)
 from tilework.comm.world import (
     GroupMember,
     get_backend,
@@ -112,8 +125,8 @@ from tilework.store import (
 AllgatherOptions = AllreduceOptions = AllreduceCoalescedOptions = AllToAllOptions = Options
 BarrierOptions = BroadcastOptions = GatherOptions = ReduceOptions = Options
 ReduceScatterOptions = ScatterOptions = Options
-all_gather_single = collectives.all_gather_into_tensor
-reduce_scatter_single = collectives.reduce_scatter_tensor
+all_gather_single = operations.all_gather_into_tensor
+reduce_scatter_single = operations.reduce_scatter_tensor
 
 __all__ = [
     "AllToAllOptions",
@@ -220,7 +233,7 @@ __all__ = [
     "store_based_barrier",
     "supports_complex",
 ]
-__all__ += collectives.__all__
+__all__ += operations.__all__
 
 
 if not TYPE_CHECKING:  # which would take any name for one that is here

@@ -14,22 +14,22 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tilework.comm.contract import Work as _Work
-from tilework.comm.functional.running import group_named as _resolve_process_group
+from tilework.comm.contract import make_premul_sum as _make_nccl_premul_sum
+from tilework.comm.functional.internal import group_named as _resolve_process_group
 from tilework.comm.groups import DEFAULT_TIMEOUT
 from tilework.comm.groups import abort_process_group as _abort_process_group
-from tilework.comm.operations.coalescing import CoalescedWork as _CoalescingManager
-from tilework.comm.operations.coalescing import coalescing_manager as _coalescing_manager
-from tilework.comm.operations.collectives import all_gather_into_tensor as _all_gather_base
-from tilework.comm.operations.collectives import reduce_scatter_tensor as _reduce_scatter_base
-from tilework.comm.operations.objects import device_of
-from tilework.comm.reduce_op import make_premul_sum as _make_nccl_premul_sum
+from tilework.comm.operations.internal import CoalescedWork as _CoalescingManager
+from tilework.comm.operations.internal import all_gather_into_tensor as _all_gather_base
+from tilework.comm.operations.internal import coalescing_manager as _coalescing_manager
+from tilework.comm.operations.internal import device_of
+from tilework.comm.operations.internal import reduce_scatter_tensor as _reduce_scatter_base
 from tilework.comm.world import AnyGroup, NonMember, resolve
 from tilework.comm.world import get_default_group as _get_default_group
 from tilework.comm.world import get_default_store as _get_default_store
 from tilework.comm.world import get_world_size as _get_group_size
 from tilework.comm.world import rank_not_in_group as _rank_not_in_group
 from tilework.late_names import late_name
-from tilework.store.barrier import store_based_barrier as _store_based_barrier
+from tilework.store import store_based_barrier as _store_based_barrier
 
 if TYPE_CHECKING:
     import torch

@@ -3,9 +3,9 @@
 import tilework.distributed.functional as functional
 """
 
-from tilework.comm.functional import api
-from tilework.comm.functional.api import *  # noqa: F403
-from tilework.comm.functional.async_tensor import AsyncTensor
+from tilework.comm.functional import internal as api
+from tilework.comm.functional.internal import *  # noqa: F403
+from tilework.comm.functional.internal import AsyncTensor
 
 # torch's further names: there the differentiable ones have names of their own.
 AsyncCollectiveTensor = AsyncTensor

@@ -32,7 +32,6 @@ from tilework.from_torch import refuse_left_out
 from tilework.late_names import late_name
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
-from tilework.tiled import torch_state_dict as _state_dicts  # noqa: F401  # torch's functions
 
 if TYPE_CHECKING:
     #: Names of packages above; see ``tilework.late_names``.

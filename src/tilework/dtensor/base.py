@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Box, Placement, Tiling
 from tilework.mesh import DeviceMesh
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 DTensorT = TypeVar("DTensorT", bound="DTensorBase")
 

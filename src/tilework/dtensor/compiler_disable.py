@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilework.comm.operations.compiler_disable import leave_function
+from tilework.comm.operations.internal import leave_function
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.module import distribute_module

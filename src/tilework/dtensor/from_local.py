@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree, check_equal
+from tilework.comm.operations.internal import agree, check_equal
 from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Shard
-from tilework.layout.placements import check_placements
-from tilework.layout.sharding import existing_dim, infer_splits
-from tilework.layout.whole_numbers import whole_numbers
+from tilework.layout.internal import check_placements, existing_dim, infer_splits, whole_numbers
 from tilework.mesh import DeviceMesh
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 
 def check_local_tensor(local: Any) -> None:

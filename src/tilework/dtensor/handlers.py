@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilework.tiled.op_names import packet_of
-from tilework.tiled.op_table import Handler
+from tilework.tiled import Handler, packet_of
 
 #: What runs each function on DTensors; filled when a function is first met.
 HANDLERS: dict[Any, Handler] = {}

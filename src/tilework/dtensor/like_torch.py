@@ -10,18 +10,17 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from tilework.comm.forms import Kind
-from tilework.comm.per_call.profiling import listening
+from tilework.comm.contract import Kind
+from tilework.comm.per_call.internal import listening
 from tilework.dtensor.debug.causes import explain
 from tilework.dtensor.debug.event_log import EventLog
 from tilework.dtensor.show import show
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Box, Placement, Replicate
-from tilework.layout.placements import native_placement, placements_in
-from tilework.layout.whole_numbers import whole_numbers
+from tilework.layout.internal import native_placement, placements_in, whole_numbers
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
 
 #: The collectives of a group by their names without underscores: torch has several of each.
 _KINDS: dict[str, str] = {kind.replace("_", ""): kind for kind in get_args(Kind)}

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilework.comm.per_call.checks import awaited
+from tilework.comm.per_call.internal import awaited
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Partial, Placement, Replicate, Shard
-from tilework.layout.placements import native_placement
+from tilework.layout.internal import native_placement
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
 
 #: The placements of one argument or result; None for a value that is not a tensor.
 OnePlacements = Sequence[Placement] | None

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.late_names import late_name
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
-from tilework.tiled.module_plan import check_is_module
-from tilework.tiled.stale_parameters import marking_replaced
+from tilework.mesh.internal import mesh_or_current
+from tilework.models import check_is_module
 
 #: Called with a submodule's name, the submodule and the mesh.
 PartitionFunction = Callable[[str, nn.Module, DeviceMesh], None]
@@ -87,7 +87,7 @@ def distribute_module(
     before = _hook("input_fn", "inputs", input_fn)
     after = _hook("output_fn", "outputs", output_fn)
     shared: dict[int, tuple[Tensor, Tensor]] = {}
-    with marking_replaced(module, by="distribute_module"):
+    with late_name("dtensor", "marking_replaced")(module, by="distribute_module"):
         for name, submodule in module.named_modules():
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh)
@@ -189,7 +189,7 @@ def module_to_torch(module: nn.Module) -> nn.Module:
         Linear(in_features=2, out_features=3, bias=True)
     """
     check_is_module(module, "module_to_torch")
-    with marking_replaced(module, by="module_to_torch"):
+    with late_name("dtensor", "marking_replaced")(module, by="module_to_torch"):
         return _converted(module, DTensor, DTensor.to_torch)
 
 
@@ -221,7 +221,7 @@ def module_from_torch(module: nn.Module) -> nn.Module:
             )
 
     check_is_module(module, "module_from_torch")
-    with marking_replaced(module, by="module_from_torch"):
+    with late_name("dtensor", "marking_replaced")(module, by="module_from_torch"):
         return _converted(module, is_torch_dtensor, DTensor.from_torch)
 
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.comm.per_call.internal import unrecorded
 from tilework.dtensor.base import is_moved
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import (
@@ -38,7 +38,7 @@ from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.dtensor.verify import compare_after_step
 from tilework.dtensor.views.moved_views import wrote
 from tilework.dtensor.views.places import count_write
-from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
+from tilework.models import ELEMENTWISE, is_per_element
 
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 

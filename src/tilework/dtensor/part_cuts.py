@@ -26,9 +26,7 @@ from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.mesh import DeviceMesh
-from tilework.tiled.factors import Dim, Factor, volume
-from tilework.tiled.op_rules import Decomposition, LocalCall
-from tilework.tiled.op_table import find
+from tilework.tiled import Decomposition, Dim, Factor, LocalCall, find, volume
 
 #: A dim of a result, and whether ranks' parts follow each other there; None: unknown.
 End = tuple[int, bool] | None

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import broadcast
-from tilework.comm.operations.objects import device_of
-from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.comm.operations.internal import agree, broadcast, device_of
+from tilework.comm.per_call.internal import unrecorded
 from tilework.dtensor.provenance.content import hash_of
 from tilework.errors import CollectiveMismatchError
 

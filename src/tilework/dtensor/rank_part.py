@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.provenance_digest import OF_A_DTENSOR, carrying
+from tilework.comm.operations.internal import all_reduce
+from tilework.comm.provenance_digest import OF_A_DTENSOR, carrying
 from tilework.dtensor.part_cuts import Cut, common, cuts_of_results, of_the_part
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.content import content_digest

@@ -9,10 +9,8 @@ import torch
 
 from tilework.dtensor.handlers import forget_handler
 from tilework.layout import Partial, Shard
-from tilework.layout.placements import native_placement
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, RuleResult, local_call
-from tilework.tiled.op_table import override_rule
+from tilework.layout.internal import native_placement
+from tilework.tiled import Arg, Factor, RuleResult, local_call, override_rule
 
 #: The placement of each result, and of each argument, along one axis; None for no tensor.
 _Acceptable = tuple[Sequence[Any], Sequence[Any]]

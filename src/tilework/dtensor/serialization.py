@@ -17,7 +17,7 @@ from tilework.dtensor.propagation.strides import is_dense, like_strides
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import find_or_make
+from tilework.mesh.internal import find_or_make
 
 #: Device type, shape, ranks and names of a mesh.
 Mesh = tuple[str, Ints, Ints, tuple[str, ...] | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilework.dtensor.debug.picture import layout_lines
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
-from tilework.tiled.terminal import print_styled
+from tilework.tiled import print_styled
 
 
 def show(tensor: DTensor) -> None:

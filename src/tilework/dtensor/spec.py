@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from tilework.layout import Box, Layout, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
-from tilework.layout.placements import native_placement, order_in
-from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, shards, splits_of
+from tilework.layout.internal import (
+    Splits,
+    axes_of,
+    box_at,
+    native_placement,
+    normal_layout,
+    order_in,
+    shards,
+    splits_of,
+)
 from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilework.comm.per_call import provenance_digest
+from tilework.comm import provenance_digest
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import DTensorBase, Memory, data_of, is_moved, memory_of, wrap_as
@@ -47,12 +47,10 @@ from tilework.dtensor.torch_tensors import (
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.memory_layout import offset_of, room_of
 from tilework.layout import Placement, Replicate
-from tilework.layout.placements import native_placement, placements_in
+from tilework.layout.internal import native_placement, placements_in
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
-from tilework.tiled.html import WIDTH, lines_html
-from tilework.tiled.normalize import torch_arguments
-from tilework.tiled.tensor import is_called_within
+from tilework.mesh.internal import mesh_or_current
+from tilework.tiled import WIDTH, is_called_within, lines_html, torch_arguments
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

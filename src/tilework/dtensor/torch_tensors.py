@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilework.comm.per_call.checks import awaited
+from tilework.comm.per_call.internal import awaited
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Replicate, Shard, chunk_sizes
-from tilework.layout.placements import native_placement
+from tilework.layout.internal import native_placement
 from tilework.mesh import DeviceMesh
-from tilework.tiled.op_table import Handler
+from tilework.tiled import Handler
 
 
 def is_torch_dtensor(value: Any) -> bool:

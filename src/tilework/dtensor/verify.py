@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_gather_into_tensor
-from tilework.comm.operations.objects import device_of
-from tilework.comm.per_call.callsite import call_site
-from tilework.comm.per_call.provenance_digest import advice_from_above
+from tilework.comm.operations.internal import agree, all_gather_into_tensor, device_of
+from tilework.comm.per_call.internal import call_site
+from tilework.comm.provenance_digest import advice_from_above
 from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.plain_replicas import compare_plain, difference_from_first
@@ -34,7 +32,7 @@ from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial
 from tilework.mesh import DeviceMesh
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 #: In the sampled mode, the first ``_STEPS`` steps of an optimizer are compared, then every
 #: ``_STEPS``-th, and after ``_OFTEN`` steps every ``_LATER_STEPS``-th.

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from tilework.comm.flight.diagnosis import Finding, diagnose
-from tilework.comm.flight.document import (
+from tilework.comm.flight.internal import (
     MAX_FILE_BYTES,
+    Finding,
     FlightRecordError,
     Record,
     decode,
+    diagnose,
     printable,
 )
 

@@ -18,15 +18,15 @@ from typing import Any, Final, Literal
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backend import core_error, is_backend_available, torch_has
-from tilework.comm.backends.shm.calibration import (
+from tilework.comm.backends.internal import core_error, is_backend_available, torch_has
+from tilework.comm.backends.machine import (
     SINGLE_COPY_VARIABLE,
     below,
     cache_sizes,
     host_calibration,
     host_facts,
+    plan_for,
 )
-from tilework.comm.backends.shm.topology import plan_for
 from tilework.cores import cpu_quota, host_topology, usable_cores
 from tilework.launch.binding import bound_sets
 from tilework.testing import run_ranks

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
+from tilework.comm.groups import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
 from tilework.cores import THREAD_VARIABLES, threads_per_rank
 from tilework.launch.nodes import NodePlace
 from tilework.launch.settings import LaunchSettings
-from tilework.rendezvous.ended_ranks import ENDS_VARIABLE
+from tilework.rendezvous.internal import ENDS_VARIABLE
 
 #: Variables of another launcher, which a rank must not take for its own.
 _FOREIGN: Final = (

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import Final
 
-from tilework.comm.flight.history import named
+from tilework.comm.flight.internal import named
 from tilework.launch.root_cause import RankFailure
 from tilework.launch.traceback_folding import folded
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tilework.comm.flight.diagnosis import diagnose
-from tilework.comm.flight.watch import DIRECTORY_VARIABLE
+from tilework.comm.flight.internal import DIRECTORY_VARIABLE, diagnose
 from tilework.launch.diagnosis_report import read_latest_run
 
 _IN_LOG_DIR: Final = "flight"

@@ -19,9 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from tilework.comm.elastic.ticket_store import TicketStore
-from tilework.comm.elastic.variables import REJOIN_VARIABLE
-from tilework.comm.making.init_generation import InitGeneration
+from tilework.comm.groups import REJOIN_VARIABLE, InitGeneration, TicketStore
 from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.binding import CpuSets, on_cpus
@@ -42,8 +40,7 @@ from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE
 from tilework.launch.termination import TerminationStep
-from tilework.rendezvous.ended_ranks import EndedRanks
-from tilework.rendezvous.handlers import launcher_store
+from tilework.rendezvous.internal import EndedRanks, launcher_store
 from tilework.store import Store, StoreServer
 
 _SECRET_BYTES = 32

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tilework.comm.flight import watch
+from tilework.comm.flight.internal import arm as arm_flight_records
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
 from tilework.launch.program import Program
@@ -84,7 +84,7 @@ def reset_signals() -> None:
                 number,
                 signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
             )
-    watch.arm()
+    arm_flight_records()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

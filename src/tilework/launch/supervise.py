@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.comm.flight import watch
+from tilework.comm.flight.internal import LAUNCHER_SIGNAL
 from tilework.launch import linux, node_link, orphans, termination
 from tilework.launch.failure_report import FailureReport
 from tilework.launch.node_link import Message, NodeLink
@@ -286,9 +286,9 @@ class Supervisor:
             failed = rank.ending is not None and rank.ending.code != 0
             reported = rank.alive and rank.report is not None and rank.rank not in self._failures
             if failed or reported:
-                if not self._failures and watch.LAUNCHER_SIGNAL is not None:
+                if not self._failures and LAUNCHER_SIGNAL is not None:
                     # While they still are where the failure found them.
-                    self._dump_flight_records(watch.LAUNCHER_SIGNAL)
+                    self._dump_flight_records(LAUNCHER_SIGNAL)
                 known = rank.rank in self._failures
                 failure = self._failures[rank.rank] = _failure(rank)
                 if not known:

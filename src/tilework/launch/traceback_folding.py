@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from tilework.comm.per_call.callsite import in_library
+from tilework.comm.per_call.internal import in_library
 
 #: ``full`` shows every frame.
 VARIABLE: Final = "TILEWORK_TRACEBACK"

@@ -17,7 +17,7 @@ from tilework.comm.world import (
     native_group,
     resolve,
 )
-from tilework.layout.torch_callers import refuse_torch_caller
+from tilework.layout.internal import refuse_torch_caller
 from tilework.mesh.devices import check_device_type
 from tilework.mesh.grid import MeshesOfRank
 from tilework.mesh.same_mesh import check_same

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilework.comm.agreement import agree_equal
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import get_rank, get_world_size
 from tilework.mesh.devices import check_device_is_there
 from tilework.mesh.spec import MeshSpec
 from tilework.mesh.torch_names import backends_of_axes
-from tilework.rendezvous.handlers import starting
+from tilework.rendezvous.internal import starting
 
 
 def ranks_there(needed: int) -> str:

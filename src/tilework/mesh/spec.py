@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilework.layout.whole_numbers import whole_numbers
+from tilework.layout.internal import whole_numbers
 
 Ints = tuple[int, ...]
 _SHAPE = "mesh_shape has the number of ranks along each axis, as (2, 4)"

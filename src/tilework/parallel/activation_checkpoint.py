@@ -13,7 +13,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from tilework.tiled.module_plan import check_is_module, matching_names, replace_module
+from tilework.models import check_is_module, matching_names, replace_module
 
 
 class CheckpointImpl(enum.Enum):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tilework.comm.groups import new_group
-from tilework.comm.operations.objects import all_gather_object
+from tilework.comm.operations.internal import all_gather_object
 from tilework.comm.world import current_world, get_default_group, get_rank, get_world_size
 from tilework.dtensor import DTensor
-from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor
 from tilework.mesh import DeviceMesh
 
 

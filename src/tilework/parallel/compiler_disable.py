@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilework.comm.operations.compiler_disable import leave_function
+from tilework.comm.operations.internal import leave_function
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import FSDPModule
 from tilework.parallel.fully_sharded.unit import Unit

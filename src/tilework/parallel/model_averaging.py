@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tilework.comm.contract import ProcessGroup
+from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.groups import new_group
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.call_recorder import refuse_count
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.operations.internal import all_reduce
+from tilework.comm.per_call.internal import refuse_count
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
 from tilework.parallel.data_parallel.leaves import local_tensors

@@ -25,11 +25,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.per_call.provenance_digest import ADVICE_ON_PASSES, OF_A_PASS, carrying
-from tilework.dtensor.provenance.digests import stable_digest
-from tilework.dtensor.provenance.mode import mode
+from tilework.comm.operations.internal import agree
+from tilework.comm.provenance_digest import ADVICE_ON_PASSES, OF_A_PASS, carrying
+from tilework.dtensor.internal import mode, stable_digest
 from tilework.errors import CollectiveMismatchError
 
 _version = attrgetter("_version")

@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.functional import api as functional
+from tilework.comm.functional import internal as functional
 from tilework.comm.world import get_default_group
+from tilework.models import check_is_module
 from tilework.parallel.batch_norm_classes import (
     check_can_synchronise,
     desynchronise,
     synchronise,
 )
 from tilework.parallel.data_parallel.join import active_group
-from tilework.tiled.module_plan import check_is_module
 
 
 class SyncBatchNorm(_BatchNorm):

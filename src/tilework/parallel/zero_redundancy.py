@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.objects import broadcast_object_list, gather_object
+from tilework.comm.operations.internal import broadcast_object_list, gather_object
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
@@ -24,7 +24,7 @@ from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, activ
 from tilework.parallel.data_parallel.leaves import local_tensors, shared_ranks
 from tilework.parallel.data_parallel.replicas import broadcast_tensors, compare_values
 from tilework.parallel.passes import is_due
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 _ADVICE = (
     "ZeroRedundancyOptimizer steps parameters that all ranks have, each on one rank: look for code "

@@ -26,7 +26,7 @@ from tilework.store import (
     TCPStore,
     UnixStore,
 )
-from tilework.store.address import TcpAddress
+from tilework.store.internal import TcpAddress
 
 _Meeting = Iterator[tuple[Store, int, int]]
 

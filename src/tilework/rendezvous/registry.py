@@ -14,7 +14,7 @@ from tilework.rendezvous.handlers import (
 )
 from tilework.rendezvous.place import UNSET, RankPlace, merge, place_of, split_url
 from tilework.store import DEFAULT_TIMEOUT, Store
-from tilework.store.checks import positive
+from tilework.store.internal import positive
 
 #: ``handler(url, timeout=…, **kwargs)`` gives the store, this rank, and the world size. The URL's
 #: query holds rank and world_size where they were given.

@@ -13,8 +13,7 @@ from tilework.rendezvous.liveness import process_identity
 from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
 from tilework.rendezvous.place import RankPlace
 from tilework.rendezvous.siblings import Siblings
-from tilework.store.late_notice import LateNotice, ranks_in_words
-from tilework.store.pool import while_connecting
+from tilework.store.internal import LateNotice, ranks_in_words, while_connecting
 
 
 class ServerWait:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from tilework.comm.per_call.callbacks import run_soon
-from tilework.comm.per_call.callsite import Site, user_frame
+from tilework.comm.per_call.internal import Site, run_soon, user_frame
 from tilework.errors import DistError, RpcTimeoutError
 from tilework.rpc.calls import BlockingCall, Calls, CreatingCall, FutureCall, RemoteCall, Task
 from tilework.rpc.entries import Owned

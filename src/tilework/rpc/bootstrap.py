@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from datetime import timedelta
 
-from tilework.comm.backend import DistributedBackendOptions
-from tilework.comm.backends.hybrid import hosts
-from tilework.comm.backends.network_interfaces import reachable_address
+from tilework.comm.backends.internal import DistributedBackendOptions
+from tilework.comm.backends.machine import host_identity, reachable_address
 from tilework.comm.world import current_world
 from tilework.rendezvous import rendezvous
 from tilework.rpc.agent import Agent
@@ -85,7 +84,7 @@ def join(
 def _host(store: Store, rank: int, size: int) -> str:
     ranks = tuple(range(size))
     request = DistributedBackendOptions(store, rank, size, store.timeout, "rpc", ranks)
-    return hosts.host_identity(request)
+    return host_identity(request)
 
 
 def _addresses(

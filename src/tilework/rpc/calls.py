@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilework.comm.per_call.callsite import Site, format_site
+from tilework.comm.per_call.internal import Site, format_site
 from tilework.errors import PeerLostError, RpcTimeoutError
 from tilework.rpc.entries import Entry, HeldReference
 from tilework.rpc.futures import RpcFuture

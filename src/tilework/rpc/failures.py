@@ -7,7 +7,7 @@ import traceback
 from types import TracebackType
 from typing import NamedTuple
 
-from tilework.comm.per_call.callsite import in_library
+from tilework.comm.per_call.internal import in_library
 from tilework.errors import RemoteError, text_of
 from tilework.rpc.workers import WorkerInfo
 

@@ -18,7 +18,7 @@ from tilework.errors import (
 )
 from tilework.rpc.memory import Probe
 from tilework.store import PrefixStore, Store
-from tilework.store.checks import first_few
+from tilework.store.internal import first_few
 
 #: Seconds between looks of waiting ranks whether another has failed.
 _LOOK_SECONDS = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tilework.store.checks import first_few
+from tilework.store.internal import first_few
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
 #: The number of names that an error message spells out.

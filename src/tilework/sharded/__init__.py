@@ -39,8 +39,7 @@ from tilework.sharded.specs import (
 )
 from tilework.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled import torch_state_dict as _state_dicts  # noqa: F401  # torch's functions
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 __all__ = [
     "ChunkShardingSpec",

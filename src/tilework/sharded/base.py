@@ -21,9 +21,7 @@ from tilework.sharded.picture import overview_lines
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.torch_names import TorchShardedNames
-from tilework.tiled.html import WIDTH, lines_html
-from tilework.tiled.normalize import torch_arguments
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import WIDTH, TiledTensor, lines_html, torch_arguments
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 

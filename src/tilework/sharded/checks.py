@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilework.comm.agreement import agree_equal
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import AnyGroup, get_rank
 from tilework.layout import Box
-from tilework.mesh.devices import check_device_is_there
+from tilework.mesh.internal import check_device_is_there
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
 from tilework.sharded.specs import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from tilework.comm.operations.compiler_disable import leave_function
+from tilework.comm.operations.internal import leave_function
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.tensor import ShardedTensor
 

@@ -9,8 +9,7 @@ from itertools import groupby
 
 from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
-from tilework.tiled.picture import Line, PictureSize, draw
-from tilework.tiled.terminal import COLOURS, bytes_text
+from tilework.tiled import COLOURS, Line, PictureSize, bytes_text, draw
 
 #: The size for print(), which does not know the terminal.
 _PLAIN = PictureSize(width=64, height=9, rows=6, slices=2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilework.comm.world import AnyGroup
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 
 def from_full_tensor(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import Facts, agree_equal, check_equal
+from tilework.comm.operations.internal import Facts, agree_equal, check_equal
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
 from tilework.sharded import checks
 from tilework.sharded.base import ShardedTensorBase

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.agreement import agree, agree_equal
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import agree, agree_equal, run_plan
 from tilework.comm.world import NonMember, get_group_rank, get_process_group_ranks, get_rank
+from tilework.layout.internal import replicated_tiling, transfer_plan
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.reshard import has_values, move_tiles
-from tilework.tiled.tensor import TiledTensor
-from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
+from tilework.tiled import TiledTensor
 
 
 def gather(

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.layout import Box, Tiling
-from tilework.layout.box import trusted_box
-from tilework.layout.tiling import trusted_tile, trusted_tiling
+from tilework.layout.internal import trusted_box, trusted_tile, trusted_tiling
 from tilework.sharded.device import RemoteDevice, covers
 
 ItemT = TypeVar("ItemT", covariant=True)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import NonMember
+from tilework.models import check_elementwise
 from tilework.sharded.optim_params import local_tensors, named_group, parameter_groups
 from tilework.sharded.optim_state import Entry, State, agreed_entries, full_state, local_states
 from tilework.sharded.reshard_like import describe_value
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.local_optimizer import check_elementwise
 
 _GRADIENT = "gradient"
 

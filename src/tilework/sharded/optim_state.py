@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.internal import agree
 from tilework.comm.world import get_process_group_ranks
+from tilework.models import is_per_element
 from tilework.sharded.reshard_like import reshard_like
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.local_optimizer import is_per_element
 
 #: The states of one tensor by name.
 State = Mapping[str, Any]

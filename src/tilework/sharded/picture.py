@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tilework.sharded.formatting import Overview, ShardOwner, headline, owner_names
-from tilework.tiled.picture import PictureSize
-from tilework.tiled.terminal import StyledLine, bytes_text, coloured_picture, in_columns
+from tilework.tiled import PictureSize, StyledLine, bytes_text, coloured_picture, in_columns
 
 #: The maximum length of bars in the table.
 _BAR_WIDTH = 20

@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tilework.models import original as original_init
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled import torch_init
-from tilework.tiled.op_names import canonical_name
+from tilework.tiled import canonical_name
 
 #: ``handler(types, args, kwargs, process_group)``: what __torch_function__ gets, and the group.
 Handler = Callable[[Any, Any, Any, Any], Any]
@@ -34,7 +34,7 @@ def find_handler(func: Callable[..., Any], spec: ShardingSpec) -> Handler | None
         handler = _by_spec.get((type(spec), func))
     if handler is None:
         handler = _own.get(func)
-    if handler is None and (of_torch := torch_init.original(func)) is not func:
+    if handler is None and (of_torch := original_init(func)) is not func:
         return find_handler(of_torch, spec)
     return _by_family(func) if handler is None else handler
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tilework import rpc
-from tilework.comm.agreement import agree
+from tilework.comm.operations.internal import agree
 from tilework.comm.world import AnyGroup, current_world, get_rank, get_world_size
 from tilework.sharded.metadata import Shard
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_rank
 from tilework.layout import Tiling
+from tilework.layout.internal import transfer_plan
 from tilework.sharded import checks
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.graph import graph_tiles, keep_stand_in
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap
 from tilework.sharded.placement import Place, check_rrefs, places
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled.transfer_plans import transfer_plan
 
 
 def has_values(tensor: ShardedTensorBase) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import run_plan
 from tilework.comm.world import NonMember, get_process_group_ranks, get_rank
+from tilework.layout.internal import transfer_plan
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.transfer_plans import transfer_plan
 
 
 def reshard_like(source: Tensor, like: ShardedTensor) -> ShardedTensor:

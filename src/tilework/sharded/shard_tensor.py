@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilework.comm.agreement import agree_equal
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import agree_equal, run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank
+from tilework.late_names import late_name
+from tilework.layout.internal import replicated_tiling, transfer_plan
 from tilework.sharded.checks import check_spec
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.stale_parameters import mark_replaced
-from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 
 
 class PartialCoverError(NotImplementedError, ValueError):
@@ -150,7 +149,7 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
         delattr(module, name)
     module.register_parameter(name, parameter)
     if old is not parameter:
-        mark_replaced(old, module, name, by="shard_parameter")
+        late_name("sharded", "mark_replaced")(old, module, name, by="shard_parameter")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilework.comm.agreement import agree_equal
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import AnyGroup
+from tilework.models import check_is_module, close_names, is_pattern, matching_names, split_name
 from tilework.sharded.module_outputs import collect_local_shard, reshard_output
 from tilework.sharded.shard_tensor import (
     ShardRequest,
@@ -19,13 +20,6 @@ from tilework.sharded.shard_tensor import (
     tensor_of,
 )
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled.module_plan import (
-    check_is_module,
-    close_names,
-    is_pattern,
-    matching_names,
-    split_name,
-)
 
 
 class Sharder(ABC):

@@ -12,7 +12,7 @@ from tilework.sharded.formatting import Overview, overview
 from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.picture import overview_lines
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled.terminal import print_styled
+from tilework.tiled import print_styled
 
 
 def show(

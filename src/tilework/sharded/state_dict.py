@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import NonMember
 from tilework.sharded.reshard_like import describe_value, reshard_like
 from tilework.sharded.tensor import ShardedTensor

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from tilework.comm.world import AnyGroup, resolve
-from tilework.mesh.devices import check_device_is_there
+from tilework.mesh.internal import check_device_is_there
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.graph import graph_tiles
 from tilework.sharded.wrap import wrap_results

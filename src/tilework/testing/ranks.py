@@ -23,10 +23,10 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 
-from tilework.comm.backends import load_backend
-from tilework.comm.flight import watch
+from tilework.comm.backends.internal import load_backend
+from tilework.comm.flight.internal import armed
 from tilework.comm.groups import destroy_process_group, init_process_group
-from tilework.comm.per_call.stacks import stacks_of_threads
+from tilework.comm.per_call.internal import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError, text_of
 from tilework.store import HashStore, Store, StoreServer, UnixStore
@@ -101,7 +101,7 @@ def run_ranks(
     if kind not in get_args(Kind):
         raise ValueError(f"kind must be 'threads' or 'processes', got {kind!r}")
     program = _Program(fn, args, n, backend, timeout, init)
-    with watch.armed():
+    with armed():
         outcomes = _in_threads(program) if kind == "threads" else _in_processes(program)
     if return_exceptions:
         return [outcome.error or outcome.result for outcome in outcomes]  # type: ignore[misc]

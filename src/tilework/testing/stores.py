@@ -33,7 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from tilework.errors import DistError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from tilework.store import MAX_KEY_BYTES, MAX_VALUE_BYTES, PrefixStore, Store, store_based_barrier
-from tilework.store.checks import MAX_INTEGER
+from tilework.store.internal import MAX_INTEGER
 
 T = TypeVar("T")
 Pair = tuple[Store, Store]

@@ -1,1 +1,61 @@
 """The core that DTensor and ShardedTensor share: the base class, factor maps, pictures."""
+
+from tilework.tiled.box_propagation import (
+    LocalOp,
+    NotLocal,
+    Obstacle,
+    TileRanges,
+    propagate_boxes,
+    shape_of,
+    within,
+)
+from tilework.tiled.factors import (
+    Dim,
+    DimFactors,
+    Factor,
+    FactorMap,
+    Pattern,
+    broadcast,
+    broadcast_shape,
+    dim_factors,
+    factors_of,
+    volume,
+)
+from tilework.tiled.html import WIDTH, lines_html, table_html
+from tilework.tiled.normalize import normalized, torch_arguments
+from tilework.tiled.op_names import canonical_name, packet_of, schemas_of
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalCall,
+    LocalRanges,
+    MakeRun,
+    OpCall,
+    RuleFunction,
+    RuleResult,
+    local_call,
+    unchanged,
+)
+from tilework.tiled.op_table import (
+    Handler,
+    OpEntry,
+    aten_parameters,
+    dtensor_handler,
+    dtensor_rule,
+    entry_of,
+    find,
+    override_rule,
+    register,
+)
+from tilework.tiled.pattern_rules import match_pattern
+from tilework.tiled.picture import Line, PictureSize, draw
+from tilework.tiled.tensor import TiledTensor, is_called_within
+from tilework.tiled.terminal import (
+    COLOURS,
+    StyledLine,
+    bytes_text,
+    coloured_picture,
+    in_columns,
+    print_styled,
+    printable,
+)

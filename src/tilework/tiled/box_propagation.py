@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tilework.layout import Box, Tiling
-from tilework.layout.box import Ints, trusted_box
+from tilework.layout.internal import Ints, trusted_box
 from tilework.tiled.factors import Dim, Factor, FactorMap, volume
 
 #: The start and the size of a part.

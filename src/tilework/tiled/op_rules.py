@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_factors, volume
 
 

@@ -21,15 +21,21 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from tilework.comm.backend import BackendConfig
-from tilework.comm.contract import Options, ProcessGroup, SeveralWorks, Work, coalesced
-from tilework.comm.forms import FORMS, Form
-from tilework.comm.making.group_plan import GroupPlan
-from tilework.comm.operations import collectives, p2p
-from tilework.comm.operations.compiler_disable import leave_function
-from tilework.comm.operations.sparse import all_reduce_sparse
-from tilework.comm.per_call.provenance_digest import carrying
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.backends.internal import BackendConfig
+from tilework.comm.contract import (
+    FORMS,
+    Form,
+    Options,
+    ProcessGroup,
+    ReduceOp,
+    SeveralWorks,
+    Work,
+    coalesced,
+)
+from tilework.comm.groups import GroupPlan
+from tilework.comm.operations import internal as operations
+from tilework.comm.operations.internal import all_reduce_sparse, leave_function
+from tilework.comm.provenance_digest import carrying
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore
@@ -186,7 +192,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         is_here = form.outputs.is_here(operation.root == self._group.rank())
         written = operation.outputs if is_here else ()
         outputs = [written] if isinstance(written, Tensor) else written
-        run = partial(collectives.run, operation, self._group, is_async(opts))
+        run = partial(operations.run, operation, self._group, is_async(opts))
         if not form.reduces:
             return self._run(outputs, form.name, run)
         operation.reduce_op = reduction(opts)
@@ -233,7 +239,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     @_on_cpu
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> AnyWork:
         source = tensors[0].reshape(-1)
-        start = partial(p2p.isend, source, self._global(dst), self._group, tag)
+        start = partial(operations.isend, source, self._global(dst), self._group, tag)
         return self._run([], "isend", start)
 
     @_on_cpu
@@ -251,7 +257,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         else:
             memory = tensor.new_empty(tensor.numel())
             finish = partial(_fill, tensor, memory)
-        start = partial(p2p.irecv, memory, group=self._group, **source)
+        start = partial(operations.irecv, memory, group=self._group, **source)
         return self._run(tensors, "irecv", start, finish)
 
     @_on_cpu

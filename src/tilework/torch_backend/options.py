@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, make_premul_sum
+from tilework.comm.contract import AnyReduceOp, ReduceOp, make_premul_sum
 
 _c10d: Any = torch._C._distributed_c10d
 _OPS: dict[Any, AnyReduceOp] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from tilework.rendezvous.handlers import env_rendezvous, launcher_serves, name_master
+from tilework.rendezvous.internal import env_rendezvous, launcher_serves, name_master
 from tilework.store import Store
 from tilework.store.torch_bridge import as_torch_store
 

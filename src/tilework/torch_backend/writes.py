@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.per_call.callsite import call_site
+from tilework.comm.per_call.internal import call_site
 
 
 def name_writer(tensor: Tensor, operation: str) -> None:

@@ -16,7 +16,7 @@ from tilework.capture.program.option import Option
 from tilework.capture.program.python_code import PythonCode, groups_of, write
 from tilework.capture.program.same_program import Digests
 from tilework.capture.program.skeleton import Skeleton, take_apart, with_holes
-from tilework.comm.per_call import provenance_digest
+from tilework.comm import provenance_digest
 
 
 class _Purpose:

@@ -20,8 +20,8 @@ from tilework.capture.program.graph import Graph, Value
 from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import StatePlace, memory_layout_of
-from tilework.dtensor.base import wrap_as
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import wrap_as
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)

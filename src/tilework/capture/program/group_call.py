@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilework.comm.contract import Options, ProcessGroup, Work
-from tilework.comm.forms import FORMS
+from tilework.comm.contract import FORMS, Options, ProcessGroup, Work
 
 #: The forms that may take the fast path, by the group's method.
 _FAST = {

@@ -35,8 +35,8 @@ from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
 from tilework.capture.program.skeleton import has_hole
 from tilework.capture.program.symbols import Symbols
+from tilework.comm import provenance_digest
 from tilework.comm.contract import Options
-from tilework.comm.per_call import provenance_digest
 from tilework.errors import CaptureError
 
 aten = torch.ops.aten

@@ -12,10 +12,9 @@ import torch
 from tilework.capture.program.graph import Graph, Instruction, ProgramMemory, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.reordering import HeldBack, Touched, is_barrier, up_to_backward
-from tilework.comm.agreement import agree
-from tilework.comm.backends.per_device import backend_for
-from tilework.comm.capabilities import Capability
-from tilework.comm.contract import NO_FAST_PATH
+from tilework.comm.backends.internal import backend_for
+from tilework.comm.contract import NO_FAST_PATH, Capability
+from tilework.comm.operations.internal import agree
 
 aten = torch.ops.aten
 #: Collectives are merged up to this size together.

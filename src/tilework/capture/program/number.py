@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from tilework.comm.per_call.callsite import call_site, in_library
+from tilework.comm.per_call.internal import call_site, in_library
 from tilework.errors import CaptureError
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor import DTensor
 
 _READ_ONLY = ("content", "layout", "keys", "address")
 

@@ -20,8 +20,8 @@ from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import Argument
 from tilework.capture.program.same_program import digest_offsets
-from tilework.comm.per_call import provenance_digest
-from tilework.dtensor.tensor import DTensor
+from tilework.comm import provenance_digest
+from tilework.dtensor import DTensor
 
 _SYMBOLS: dict[Any, str] = {
     operator.add: "+",

@@ -17,10 +17,10 @@ from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import key_of_constant, memory_layout_of
-from tilework.comm.per_call import provenance_digest
+from tilework.comm import provenance_digest
 from tilework.comm.world import current_world
-from tilework.dtensor.base import wrap_as
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import wrap_as
 
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 

@@ -19,9 +19,9 @@ from typing import Any
 from tilework.capture.program.graph import Graph, Hole, Instruction, Value, values_in
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.vote import VotingRanks
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.dtensor.provenance.digests import stable_digest
+from tilework.comm.operations.internal import agree
+from tilework.dtensor.internal import stable_digest
 from tilework.errors import CaptureError
 
 #: The kind of a message, the other rank in the group, tag, dtype, elements and line.

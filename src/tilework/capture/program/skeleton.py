@@ -20,7 +20,7 @@ from tilework.capture.program.graph import Graph, Hole, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.internal import DTensorSpec
 
 
 @dataclass(eq=False, slots=True)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from tilework.capture.program.group_call import GroupCall
-from tilework.comm.contract import Options
-from tilework.comm.per_call import provenance_digest
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm import provenance_digest
+from tilework.comm.contract import Options, ReduceOp
 from tilework.comm.world import current_world
-from tilework.dtensor.provenance.digests import stable_digest
+from tilework.dtensor.internal import stable_digest
 
 _MOST = (1 << 60) - 1
 

@@ -14,7 +14,7 @@ from tilework.capture.program.graph import Graph
 from tilework.capture.program.place import StatePlace, memory_layout_of, plain
 from tilework.capture.recording.places import StatePlaces, is_of_library
 from tilework.capture.recording.recorder import StepRecorder
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor import DTensor
 from tilework.errors import CaptureError
 
 

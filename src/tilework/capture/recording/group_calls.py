@@ -18,9 +18,16 @@ import torch
 from torch import Tensor
 
 from tilework.capture.program.group_call import GroupCall
-from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
-from tilework.comm.forms import FORMS, Operation
-from tilework.comm.per_call.call_recorder import CallRecorder, recorded, set_recorder
+from tilework.comm.contract import (
+    FORMS,
+    NO_FAST_PATH,
+    FastPath,
+    Operation,
+    Options,
+    ProcessGroup,
+    Work,
+)
+from tilework.comm.per_call.internal import CallRecorder, recorded, set_recorder
 from tilework.comm.world import current_world
 
 #: A group's methods for messages, whose first argument is the tensor in a list.

@@ -24,8 +24,8 @@ from tilework.capture.program.record import (
 from tilework.capture.recording.arguments import StepCall, is_size
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled
-from tilework.comm.operations.coalescing import uncoalesced
-from tilework.dtensor.tensor import DTensor
+from tilework.comm.operations.internal import uncoalesced
+from tilework.dtensor import DTensor
 from tilework.errors import CaptureError
 
 #: A compiled program may differ from the step by this multiple of the step's own error.

@@ -41,11 +41,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tilework.capture.program.place import Argument, StatePlace, is_dtensor, plain
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.per_call.callsite import in_library
+from tilework.comm.per_call.internal import in_library
 from tilework.comm.world import World
 from tilework.errors import CaptureError
 from tilework.mesh import DeviceMesh
-from tilework.store.contract import Store
+from tilework.store import Store
 
 T = TypeVar("T")
 _Parts = Iterator[tuple[StatePlace, Any]]

@@ -39,8 +39,7 @@ from tilework.capture.program.trees import leaves_of, mapped
 from tilework.capture.recording.group_calls import RecordedGroups, paused
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled, watched_reads
-from tilework.comm.per_call.call_recorder import set_recorder
-from tilework.comm.per_call.callsite import call_site
+from tilework.comm.per_call.internal import call_site, set_recorder
 from tilework.comm.world import current_world
 from tilework.errors import CaptureError
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from tilework.capture.program.number import Number, is_installed
-from tilework.comm.per_call.call_recorder import current_recorder, recorded
-from tilework.comm.per_call.callsite import call_site
+from tilework.comm.per_call.internal import call_site, current_recorder, recorded
 from tilework.errors import CaptureError
 
 #: Methods that read values, with a description for errors.

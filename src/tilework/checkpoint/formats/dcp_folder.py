@@ -29,7 +29,7 @@ from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.storage import LocalStorage
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
-from tilework.layout.box import whole_box
+from tilework.layout.internal import whole_box
 
 
 def open_dcp(folder: Path) -> DcpSource:

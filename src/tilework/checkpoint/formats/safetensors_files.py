@@ -15,7 +15,7 @@ from tilework.checkpoint.safetensors_index import (
     safetensors_index,
 )
 from tilework.checkpoint.storage import UNFINISHED
-from tilework.layout.box import whole_box
+from tilework.layout.internal import whole_box
 
 
 def open_safetensors(path: AnyPath) -> Source:

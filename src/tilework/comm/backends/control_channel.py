@@ -22,8 +22,7 @@ from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.elastic.watched_store import look
 from tilework.errors import DistBackendError, DistError
 from tilework.store import Store
-from tilework.store.address import watch_closely
-from tilework.store.fork import watch_forks
+from tilework.store.internal import watch_closely, watch_forks
 
 _FRAME = struct.Struct("=IB")
 _HELLO = struct.Struct("=32sI")

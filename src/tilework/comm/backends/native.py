@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance_digest
 from tilework.comm.backends.engine_protocol import Engine
 from tilework.comm.backends.labels import (
     call_label,
@@ -52,7 +53,7 @@ from tilework.comm.forms import (
     Parts,
     op_type,
 )
-from tilework.comm.per_call import profiling, provenance_digest
+from tilework.comm.per_call import profiling
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.reduce_op import RedOpType
 from tilework.comm.transfer.identity_element import identity_element

@@ -31,7 +31,7 @@ from tilework.comm.elastic.ticket_store import Ticket, TicketStore
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError
-from tilework.rendezvous.liveness import has_ended, process_identity
+from tilework.rendezvous.internal import has_ended, process_identity
 from tilework.store import PrefixStore, Store
 
 #: Admissions that may fail, because ranks die, before a newcomer gives up.

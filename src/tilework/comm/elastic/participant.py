@@ -9,7 +9,7 @@ from typing import TypeVar
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.consensus import Participant, Steps
 from tilework.comm.elastic.registers import Registers, identity_key, left_key
-from tilework.rendezvous.liveness import has_ended
+from tilework.rendezvous.internal import has_ended
 
 T = TypeVar("T")
 #: Seconds of a pause, from the first to the longest.

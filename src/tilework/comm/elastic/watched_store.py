@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tilework.errors import StoreTimeoutError
 from tilework.store import PrefixStore, Store
-from tilework.store.answer_limit import left_seconds
+from tilework.store.internal import left_seconds
 
 T = TypeVar("T")
 #: Seconds between looks whether waiting is futile, from the first to the longest.

@@ -30,9 +30,9 @@ from tilework.errors import (
     StoreTimeoutError,
     text_of,
 )
-from tilework.rendezvous.liveness import process_identity, thread_identity
+from tilework.rendezvous.internal import process_identity, thread_identity
 from tilework.store import PrefixStore, Store
-from tilework.store.answer_limit import answers_within
+from tilework.store.internal import answers_within
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,9 @@ import time
 from collections.abc import Collection
 
 from tilework.errors import DistError, StoreTimeoutError
-from tilework.rendezvous.ended_ranks import EndedRanks
-from tilework.rendezvous.liveness import has_ended
-from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
-from tilework.rendezvous.siblings import Siblings
+from tilework.rendezvous.internal import EndedRanks, MultiprocessingChildren, Siblings, has_ended
 from tilework.store import PrefixStore, Store
-from tilework.store.arrivals import Arrivals
+from tilework.store.internal import Arrivals
 
 _WHO, _GONE = "who", "gone"
 #: The number of following ranks that each rank asks the system about, for all ranks.

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
+from tilework.comm import provenance_digest
 from tilework.comm.contract import MessageWait, ProcessGroup
 from tilework.comm.flight.ring import RUNNING, Entry
-from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import World, current_world
 

@@ -36,10 +36,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
+from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight.deadlocks import IN_A_CIRCLE
 from tilework.comm.flight.ring import Entry
-from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callbacks import callbacks_due
 from tilework.comm.waits import own_threads
 from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, operation_name

@@ -21,8 +21,7 @@ from tilework.errors import (
     text_of,
 )
 from tilework.store import Store
-from tilework.store.barrier import Barrier
-from tilework.store.late_notice import LateNotice, ranks_in_words
+from tilework.store.internal import Barrier, LateNotice, ranks_in_words
 
 #: Seconds between looks, from the first to the longest.
 _FIRST_LOOK, _LONGEST_LOOK = 0.1, 0.3

@@ -14,7 +14,7 @@ from tilework.comm.waits.by_rank import (
     operation_name,
 )
 from tilework.comm.world import World
-from tilework.store.late_notice import LateNotice, ranks_in_words
+from tilework.store.internal import LateNotice, ranks_in_words
 
 #: Seconds between looks of a thread that waits.
 _PERIOD = 0.5

@@ -14,11 +14,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilework.comm.functional import api
-from tilework.comm.functional.api import Group, Op, all_reduce, broadcast, reduce
-from tilework.comm.functional.running import named, root_of, size_of
-from tilework.comm.functional.running import rank_in as _rank_in
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ReduceOp
+from tilework.comm.functional import internal as api
+from tilework.comm.functional.internal import (
+    Group,
+    Op,
+    all_reduce,
+    broadcast,
+    named,
+    reduce,
+    root_of,
+    size_of,
+)
+from tilework.comm.functional.internal import rank_in as _rank_in
 
 __all__ = [
     "all_gather",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.call_recorder import current_recorder
+from tilework.comm.operations.internal import all_reduce
+from tilework.comm.per_call.internal import current_recorder
 from tilework.dtensor.debug import causes
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.meaning import TensorText, moving

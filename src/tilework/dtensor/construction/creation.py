@@ -16,9 +16,9 @@ from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Placement, Replicate
-from tilework.layout.placements import placements_in
+from tilework.layout.internal import placements_in
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
 
 _Sizes = int | Sequence[int]
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import agree_equal, run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.call_counts import call_counts_of
@@ -19,12 +18,10 @@ from tilework.dtensor.spec import DTensorSpec, row_major, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Replicate
-from tilework.layout.placements import placements_in
-from tilework.layout.whole_numbers import whole_number
+from tilework.layout.internal import placements_in, replicated_tiling, transfer_plan, whole_number
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
-from tilework.tiled.tensor import TiledTensor
-from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
+from tilework.mesh.internal import mesh_or_current
+from tilework.tiled import TiledTensor
 
 
 def distribute_tensor(

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.per_call.callsite import call_site, user_frame
+from tilework.comm.per_call.internal import call_site, user_frame
 from tilework.comm.world import current_world
 from tilework.dtensor.debug.event_log import CollectiveEvent, EventLog
 from tilework.dtensor.debug.formatting import layout_text, tensor_text
 from tilework.dtensor.spec import DTensorSpec, without_sizes
-from tilework.layout.steps import Steps
+from tilework.layout import Steps
 from tilework.mesh import DeviceMesh
 
 #: The number of open ``explain`` and ``strict`` blocks, of all ranks of this process.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from tilework.tiled.html import table_html
+from tilework.tiled import table_html
 
 if TYPE_CHECKING:
     from rich.console import Group

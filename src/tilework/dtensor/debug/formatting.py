@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilework.comm.per_call.checks import has_memory
+from tilework.comm.per_call.internal import has_memory
 from tilework.dtensor.base import DTensorBase, is_stale
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Partial, Shard

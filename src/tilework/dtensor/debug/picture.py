@@ -8,12 +8,13 @@ from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box
-from tilework.tiled.picture import PictureSize, draw
-from tilework.tiled.terminal import (
+from tilework.tiled import (
     COLOURS,
+    PictureSize,
     StyledLine,
     bytes_text,
     coloured_picture,
+    draw,
     in_columns,
 )
 

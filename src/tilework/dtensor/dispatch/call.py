@@ -60,11 +60,9 @@ from tilework.dtensor.torch_tensors import (
     refuse_within_torch,
 )
 from tilework.dtensor.views.moved_views import check_fresh
-from tilework.mesh.devices import check_device_is_there
-from tilework.tiled import torch_init
-from tilework.tiled.normalize import normalized
-from tilework.tiled.op_names import canonical_name
-from tilework.tiled.op_table import Handler, OpEntry, find
+from tilework.mesh.internal import check_device_is_there
+from tilework.models import original as original_init
+from tilework.tiled import Handler, OpEntry, canonical_name, find, normalized
 
 try:
     from tilework import _core
@@ -112,7 +110,7 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _handler(func: Any) -> Handler:
     if is_of_torch_distributed(func):
         return refuse_of_torch_distributed
-    if (of_torch := torch_init.original(func)) is not func:
+    if (of_torch := original_init(func)) is not func:
         return lambda _, args, kwargs: dispatch(of_torch, args, kwargs)
     entry, in_place = find(func)
     if entry.dtensor_handler is not None:

@@ -16,8 +16,7 @@ from tilework.dtensor.provenance.digests import digest_of, number_seed
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
 from tilework.mesh import DeviceMesh
-from tilework.tiled.op_table import OpEntry, aten_parameters
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import OpEntry, TiledTensor, aten_parameters
 
 NUMBERS = frozenset({int, float, bool, complex})
 _SEQUENCES = frozenset({list, tuple, torch.Size})

@@ -16,7 +16,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.memory_layout import Window, window_of
 from tilework.dtensor.views.moved_views import ViewOfSeveral
 from tilework.dtensor.views.places import count_write
-from tilework.tiled.op_table import entry_of
+from tilework.tiled import entry_of
 
 
 def check_write(name: str, target: Any, others: Sequence[Any] = ()) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
 
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ReduceOp
+from tilework.comm.operations.internal import all_reduce
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.base import is_moved
 from tilework.dtensor.dispatch.checked_writes import check_write
@@ -22,8 +22,8 @@ from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import moved_views
 from tilework.layout import Partial, Replicate
 from tilework.mesh import DeviceMesh
-from tilework.tiled.op_table import dtensor_handler, entry_of
-from tilework.tiled.rules.reduction_args import accumulation_dtype
+from tilework.tiled import dtensor_handler, entry_of
+from tilework.tiled.rules import accumulation_dtype
 
 # torch's functions that clip gradients then call the operators on lists, which reduce together.
 getattr(_foreach_utils, "_foreach_supported_types", []).append(DTensor)

@@ -19,8 +19,7 @@ from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.dtensor.views.places import count_write, leave_graph_of_wrappers
-from tilework.tiled.op_table import dtensor_handler
-from tilework.tiled.tensor import is_called_within
+from tilework.tiled import dtensor_handler, is_called_within
 
 
 @dtensor_handler("size")

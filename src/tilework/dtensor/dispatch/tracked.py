@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm.per_call import provenance_digest
+from tilework.comm import provenance_digest
 from tilework.dtensor.dispatch.checked_writes import check_writable
 from tilework.dtensor.dispatch.results import came_from
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
@@ -16,7 +16,7 @@ from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.places import count_write
 from tilework.mesh import DeviceMesh
-from tilework.tiled.op_table import Handler
+from tilework.tiled import Handler
 
 #: Random fills, which leave nothing of the values before.
 _OVERWRITE = frozenset(

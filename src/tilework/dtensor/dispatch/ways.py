@@ -38,9 +38,7 @@ from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
-from tilework.tiled.op_names import packet_of, schemas_of
-from tilework.tiled.op_rules import unchanged
-from tilework.tiled.op_table import OpEntry
+from tilework.tiled import OpEntry, packet_of, schemas_of, unchanged
 
 _grad_enabled = torch.is_grad_enabled
 _OpOverloadPacket = torch._ops.OpOverloadPacket

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.pytree import with_tensors
 from tilework.layout import Replicate, Shard, chunk_sizes
-from tilework.tiled.op_rules import RuleResult
-from tilework.tiled.op_table import OpEntry
+from tilework.tiled import OpEntry, RuleResult
 
 
 class AskedCall(NamedTuple):

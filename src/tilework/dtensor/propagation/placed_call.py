@@ -10,7 +10,7 @@ import torch
 
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Shard
-from tilework.tiled.op_rules import Arg, OpCall
+from tilework.tiled import Arg, OpCall
 
 
 class DTensorArg(Arg):

@@ -32,8 +32,7 @@ from tilework.dtensor.propagation.refusals import (
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.provenance.digests import plain_number
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
-from tilework.tiled.op_table import OpEntry, aten_parameters
+from tilework.tiled import Decomposition, LocalCall, OpEntry, RuleResult, aten_parameters
 
 
 class ShardingPropagator:

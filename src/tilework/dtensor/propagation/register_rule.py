@@ -7,11 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilework.dtensor.handlers import forget_handler
-from tilework.tiled.factors import Pattern
-from tilework.tiled.op_names import packet_of, schemas_of
-from tilework.tiled.op_rules import RuleResult
-from tilework.tiled.op_table import override_rule
-from tilework.tiled.pattern_rules import match_pattern
+from tilework.tiled import Pattern, RuleResult, match_pattern, override_rule, packet_of, schemas_of
 
 
 def register_rule(

@@ -10,10 +10,16 @@ from functools import cached_property
 
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Partial, Placement, Replicate, Shard, chunk_sizes
-from tilework.layout.cost import DEFAULT_COST, AxisChange
-from tilework.layout.sharding import Splits, axes_of, shard_at, shard_extents
+from tilework.layout.internal import (
+    DEFAULT_COST,
+    AxisChange,
+    Splits,
+    axes_of,
+    shard_at,
+    shard_extents,
+)
 from tilework.mesh import DeviceMesh
-from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, volume
+from tilework.tiled import Dim, DimFactors, Factor, FactorMap, volume
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.spec import DTensorSpec, Ints, row_major
-from tilework.tiled.op_table import OpEntry
+from tilework.tiled import OpEntry
 
 
 def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:

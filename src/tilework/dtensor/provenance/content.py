@@ -8,7 +8,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from tilework.comm.per_call.checks import awaited
+from tilework.comm.per_call.internal import awaited
 from tilework.dtensor.provenance.mode import mode
 
 try:

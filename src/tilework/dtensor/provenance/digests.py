@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.comm.per_call import provenance_digest
+from tilework.comm import provenance_digest
 from tilework.dtensor.base import DTensorBase, memory_of
 from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.call_counts import call_counts_of

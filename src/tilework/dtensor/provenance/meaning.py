@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from tilework.comm.per_call import provenance_digest
-from tilework.comm.per_call.provenance_digest import carrying
+from tilework.comm import provenance_digest
+from tilework.comm.provenance_digest import carrying
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.provenance.digests import stable_digest
 from tilework.dtensor.provenance.mode import mode

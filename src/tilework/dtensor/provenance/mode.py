@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, get_args
 
-from tilework.comm.per_call.provenance_digest import VARIABLE
+from tilework.comm.provenance_digest import VARIABLE
 from tilework.comm.world import current_world
 
 Mode = Literal["off", "sampled", "full"]

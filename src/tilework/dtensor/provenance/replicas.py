@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_gather_into_tensor
-from tilework.comm.operations.objects import device_of
-from tilework.comm.per_call.callsite import call_site
+from tilework.comm.operations.internal import all_gather_into_tensor, device_of
+from tilework.comm.per_call.internal import call_site
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.spec import DTensorSpec, Ints

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
-from tilework.comm.operations.collectives import broadcast
-from tilework.comm.per_call import provenance_digest
-from tilework.comm.per_call.call_recorder import recorded
+from tilework.comm import provenance_digest
+from tilework.comm.operations.internal import agree_equal, broadcast
+from tilework.comm.per_call.internal import recorded
 from tilework.comm.world import current_world
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.random import philox
 from tilework.dtensor.random.philox import Distribution, Key
 from tilework.dtensor.spec import DTensorSpec
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
 
 #: The lock of the thread that uses torch's default generator.
 _default = threading.Lock()

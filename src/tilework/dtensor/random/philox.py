@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm.per_call.call_recorder import recorded
+from tilework.comm.per_call.internal import recorded
 from tilework.dtensor.random import philox_reference
 
 try:

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.per_device import backend_for
-from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.reduce_op import AnyReduceOp, RedOpType, check_reduction
-from tilework.comm.transfer.identity_element import identity_element
-from tilework.comm.transfer.large_buffers import LARGE_BYTES, empty_tensor
-from tilework.comm.transfer.run import run_plan
+from tilework.comm.backends.internal import backend_for
+from tilework.comm.contract import AnyReduceOp, ProcessGroup, RedOpType, Work, check_reduction
+from tilework.comm.operations.internal import LARGE_BYTES, empty_tensor, identity_element, run_plan
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box, Partial, Replicate, Shard, Step, Tiling, mesh_tiling, plan
 

@@ -13,15 +13,15 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance_digest
 from tilework.comm.contract import Work
-from tilework.comm.functional.running import AT_ONCE_BYTES
-from tilework.comm.per_call import provenance_digest
+from tilework.comm.functional.internal import AT_ONCE_BYTES
 from tilework.dtensor.provenance.meaning import Moved, TensorText, carried, moving
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Layout, Steps, redistribution_steps
-from tilework.layout.cost import DEFAULT_COST
+from tilework.layout.internal import DEFAULT_COST
 from tilework.mesh import MeshSpec
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import Work
-from tilework.comm.functional import kinds
-from tilework.comm.functional.async_tensor import AsyncTensor, attached
-from tilework.comm.functional.running import run
+from tilework.comm.functional.internal import AsyncTensor, CopyToGroup, attached, run
+from tilework.comm.functional.internal import pull_back as pull_back_reduction
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
@@ -29,7 +28,7 @@ from tilework.dtensor.redistribution.prepared import (
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Steps
-from tilework.layout.placements import placements_in
+from tilework.layout.internal import placements_in
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
@@ -211,8 +210,8 @@ def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Te
         return grad
     group = axes_group(adjoint.source.mesh, adjoint.reduced)
     # Each rank's value gets a share of the gradient, and of the gradient's own gradient.
-    total = run(kinds.CopyToGroup, grad, group)
-    return total if x is None else kinds.pull_back(adjoint.op, x, total, group)
+    total = run(CopyToGroup, grad, group)
+    return total if x is None else pull_back_reduction(adjoint.op, x, total, group)
 
 
 def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:

@@ -24,7 +24,7 @@ from tilework.dtensor.views.memory_layout import (
     room_of,
 )
 from tilework.layout import Replicate
-from tilework.tiled.op_table import dtensor_handler
+from tilework.tiled import dtensor_handler
 
 
 def _window(

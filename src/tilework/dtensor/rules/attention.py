@@ -13,9 +13,19 @@ from torch.nn import functional as F
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.layout import Shard
-from tilework.tiled.factors import Dim, Factor, broadcast, dim_factors, volume
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Dim,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    broadcast,
+    dim_factors,
+    dtensor_rule,
+    local_call,
+    volume,
+)
 
 _attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 

@@ -35,10 +35,17 @@ from tilework.dtensor.rules.norms import (
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
-from tilework.tiled.factors import Factor, factors_of
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule, register
-from tilework.tiled.rules.empty_shards import allow_empty_shards
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Factor,
+    RuleResult,
+    dtensor_rule,
+    factors_of,
+    local_call,
+    register,
+)
+from tilework.tiled.rules import allow_empty_shards
 
 _STATISTICS = ("running_mean", "running_var")
 for _name in (

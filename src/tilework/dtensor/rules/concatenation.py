@@ -11,10 +11,8 @@ from tilework.dtensor.rules.slicing import resize_to_range
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.views.resize_shards import resizable, resized
 from tilework.layout import Partial, Placement, Replicate, Shard
-from tilework.tiled.op_rules import RuleResult
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.concatenation import cat_dim, cat_shape
-from tilework.tiled.rules.empty_shards import cat_shards
+from tilework.tiled import RuleResult, dtensor_rule
+from tilework.tiled.rules import cat_dim, cat_shape, cat_shards
 
 
 @dtensor_rule("cat")

@@ -13,11 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
-from tilework.tiled.factors import Factor, factors_of
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.index_range import LocalIndexRange
-from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dtensor_rule,
+    factors_of,
+    local_call,
+)
+from tilework.tiled.rules import MEAN, NONE, SUM, LocalIndexRange, reduce_loss
 
 _nn: Any = torch._C._nn
 _NAMES = {NONE: "none", MEAN: "mean", SUM: "sum"}

@@ -14,8 +14,7 @@ from tilework.dtensor.random.philox import Bernoulli
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Replicate, Shard
-from tilework.tiled.op_rules import Decomposition, RuleResult, unchanged
-from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled import Decomposition, RuleResult, dtensor_rule, unchanged
 
 #: SELU's limit far below zero, negated; see the paper on self-normalising networks.
 _ALPHA = 1.7580993408473766

@@ -18,8 +18,15 @@ from torch import Tensor
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.spec import row_major
 from tilework.dtensor.views.memory_layout import offset_of
-from tilework.tiled.op_rules import Arg, Decomposition, LocalCall, RuleResult
-from tilework.tiled.op_table import dtensor_rule, entry_of, register
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    LocalCall,
+    RuleResult,
+    dtensor_rule,
+    entry_of,
+    register,
+)
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 

@@ -15,15 +15,16 @@ from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partia
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Shard
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.extrema import extreme_dims
-from tilework.tiled.rules.reduction_args import (
-    any_sharded,
-    reduce_dims,
-    remaining_dims,
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dtensor_rule,
+    local_call,
 )
+from tilework.tiled.rules import any_sharded, extreme_dims, reduce_dims, remaining_dims
 
 # -- internal operators ------------------------------------------------------------------------
 

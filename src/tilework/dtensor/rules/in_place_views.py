@@ -18,8 +18,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of, room_of
 from tilework.dtensor.views.moved_views import check_fresh, note_start, same_memory
 from tilework.dtensor.views.places import count_write
-from tilework.tiled.op_names import canonical_name
-from tilework.tiled.op_table import dtensor_handler
+from tilework.tiled import canonical_name, dtensor_handler
 
 
 @dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_", "as_strided_")

@@ -15,12 +15,25 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import full_value, replicated
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.dtensor.tensor import DTensor
-from tilework.tiled.factors import DimFactors, Factor, broadcast, broadcast_shape
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph, zero_addend
-from tilework.tiled.rules.index_range import LocalIndexRange
-from tilework.tiled.rules.reshaping import common_shape, dim_at
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    DimFactors,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    broadcast,
+    broadcast_shape,
+    dtensor_rule,
+    local_call,
+)
+from tilework.tiled.rules import (
+    LocalIndexRange,
+    common_shape,
+    dim_at,
+    keep_inputs_in_graph,
+    zero_addend,
+)
 
 #: The index tensor of each dim, or None for a dim that is not indexed.
 Indices = Sequence[Any]

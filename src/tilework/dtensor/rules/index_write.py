@@ -21,11 +21,16 @@ from tilework.dtensor.rules.index_read import (
 )
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.index_range import LocalIndexRange
-from tilework.tiled.rules.reshaping import common_shape
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dtensor_rule,
+    local_call,
+)
+from tilework.tiled.rules import LocalIndexRange, common_shape
 
 # -- indexing's own operator -----------------------------------------------------------------
 

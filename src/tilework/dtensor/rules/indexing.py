@@ -18,8 +18,7 @@ from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, 
 from tilework.dtensor.rules.slicing import Item, basic_index_call, basic_items
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.memory_layout import window_after
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
 
 
 @dtensor_rule("__getitem__", is_view=True)

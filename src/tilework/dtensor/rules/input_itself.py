@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, unchanged
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.elementwise import pointwise
-from tilework.tiled.rules.reshaping import sizes_of
+from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule, unchanged
+from tilework.tiled.rules import pointwise, sizes_of
 
 
 @dtensor_rule("sum_to_size")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.tensor import DTensor
-from tilework.tiled.op_rules import RuleFunction
-from tilework.tiled.op_table import register
+from tilework.tiled import RuleFunction, register
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

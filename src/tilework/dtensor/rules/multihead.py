@@ -16,9 +16,16 @@ from tilework.dtensor.propagation.without_overrides import without_override_chec
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
-from tilework.tiled.factors import Dim, Factor, factors_of
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Dim,
+    Factor,
+    RuleResult,
+    dtensor_rule,
+    factors_of,
+    local_call,
+)
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _torch_forward: Any = without_override_checks(F.multi_head_attention_forward)

@@ -17,8 +17,8 @@ from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import DTensorSpec, row_major
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.mesh.devices import check_device_is_there
-from tilework.tiled.op_table import dtensor_handler
+from tilework.mesh.internal import check_device_is_there
+from tilework.tiled import dtensor_handler
 
 
 def _check_device(func: Any, tensor: DTensor, kwargs: dict[str, Any]) -> None:

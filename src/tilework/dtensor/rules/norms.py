@@ -13,10 +13,18 @@ from torch.nn import functional as F
 
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.tensor import DTensor
-from tilework.tiled.factors import Dim, Factor, factors_of
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import allow_empty_shards, with_row_for_empty
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Dim,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dtensor_rule,
+    factors_of,
+    local_call,
+)
+from tilework.tiled.rules import allow_empty_shards, with_row_for_empty
 
 ArgT = TypeVar("ArgT", bound=Arg)
 

@@ -11,12 +11,8 @@ from torch.nn import functional as F
 
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, shard_number
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.convolution import guard_empty_shards
-from tilework.tiled.rules.empty_shards import cat_shards
-from tilework.tiled.rules.reshaping import sizes_of
+from tilework.tiled import Arg, Decomposition, Factor, RuleResult, dtensor_rule, local_call
+from tilework.tiled.rules import cat_shards, guard_empty_shards, sizes_of
 
 
 @dtensor_rule("pad")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import full_value
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_handler, dtensor_rule
+from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_handler, dtensor_rule
 
 
 @dtensor_rule("equal")

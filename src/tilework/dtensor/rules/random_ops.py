@@ -17,8 +17,7 @@ from tilework.dtensor.random.generator import fill_local, next_key, seeded_gener
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import moved_views
-from tilework.tiled.op_rules import Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
+from tilework.tiled import Decomposition, RuleResult, dtensor_handler, dtensor_rule, register
 
 #: A distribution, and a function to apply to the drawn numbers; None: they stay as they are.
 Draw = tuple[Distribution, Callable[[Tensor], Tensor] | None]

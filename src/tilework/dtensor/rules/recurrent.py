@@ -14,9 +14,7 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.debug import causes
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.tiled.factors import Dim, Factor
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled import Arg, Decomposition, Dim, Factor, RuleResult, dtensor_rule, local_call
 
 _vf: Any = torch._VF
 _SEQUENCES = (list, tuple)

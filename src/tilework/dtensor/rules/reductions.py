@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled import Arg, Decomposition, Factor, RuleResult, dtensor_rule, local_call
+from tilework.tiled.rules import keep_inputs_in_graph
 
 
 @dtensor_rule("nanmean")

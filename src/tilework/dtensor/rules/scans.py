@@ -12,10 +12,18 @@ from torch import Tensor
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
-from tilework.tiled.factors import Dim, Factor, factors_of
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.reduction_args import dims_of
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Dim,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dtensor_rule,
+    factors_of,
+    local_call,
+)
+from tilework.tiled.rules import dims_of
 
 #: The total of a shard, and the function that combines it with later shards.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {

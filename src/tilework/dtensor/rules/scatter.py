@@ -15,12 +15,16 @@ from torch import Tensor
 from tilework.dtensor.rules.index_read import narrow_to
 from tilework.dtensor.rules.index_write import on_mesh, register_writer
 from tilework.dtensor.views.memory_layout import window_after
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import cat_shards
-from tilework.tiled.rules.index_range import LocalIndexRange
-from tilework.tiled.rules.reshaping import dim_at
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dtensor_rule,
+    local_call,
+)
+from tilework.tiled.rules import LocalIndexRange, cat_shards, dim_at
 
 
 def _scatter_rule(name: str) -> Callable[..., RuleResult]:

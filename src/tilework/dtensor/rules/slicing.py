@@ -18,10 +18,8 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, with_dims_unsharded
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.reshaping import dim_at
-from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
+from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
+from tilework.tiled.rules import SPLITS, dim_at, split_lengths, with_item
 
 #: An item of basic indexing: a range of a dim, an element of it, or None for a new dim.
 Item = slice | int | None

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from tilework.dtensor.rules.extrema import extreme
 from tilework.dtensor.rules.internal_ops import reduce_partial
-from tilework.layout.box import Ints
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
-from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.reduction_args import (
-    accumulation_dtype,
-    any_sharded,
-    dims_of,
-)
-from tilework.tiled.rules.statistics import softmax_dims, spread_dims
+from tilework.layout.internal import Ints
+from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
+from tilework.tiled.rules import accumulation_dtype, any_sharded, dims_of, softmax_dims, spread_dims
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm

@@ -37,7 +37,7 @@ from tilework.dtensor.base import (
 )
 from tilework.dtensor.provenance.digests import follow, follow_memory
 from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
-from tilework.tiled.op_names import canonical_name
+from tilework.tiled import canonical_name
 
 #: A view that torch's graph has for none.
 _unsafe_view = torch.ops.aten._unsafe_view.default

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Replicate, Shard
-from tilework.layout.sharding import infer_splits
+from tilework.layout.internal import infer_splits
 
 #: The sizes that shards have afterwards, from their ranges ``(offset, size)`` before.
 Resize = Callable[[Sequence[tuple[int, int]]], Sequence[int]]

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ProcessGroup, ReduceOp
+from tilework.comm.operations.internal import all_reduce
 from tilework.comm.world import AnyGroup, NonMember, get_default_group
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 

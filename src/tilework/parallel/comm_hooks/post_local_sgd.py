@@ -6,7 +6,7 @@ ICLR 2020.
 
 from __future__ import annotations
 
-from tilework.comm.per_call.call_recorder import refuse_count
+from tilework.comm.per_call.internal import refuse_count
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.debugging_hooks import noop_hook

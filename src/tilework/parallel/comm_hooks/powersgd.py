@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.call_recorder import refuse_count
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ProcessGroup, ReduceOp, Work
+from tilework.comm.operations.internal import all_reduce
+from tilework.comm.per_call.internal import refuse_count
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_gather_into_tensor
+from tilework.comm.operations.internal import all_gather_into_tensor
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import (

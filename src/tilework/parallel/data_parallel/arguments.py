@@ -12,11 +12,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, resolve
-from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
+from tilework.models import check_is_module
 from tilework.parallel.data_parallel.leaves import shared_ranks
-from tilework.tiled.module_plan import check_is_module
 
 _requires_grad = attrgetter("requires_grad")
 

@@ -9,8 +9,8 @@ from weakref import WeakMethod, finalize
 import torch
 from torch import nn
 
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ReduceOp
+from tilework.comm.operations.internal import all_reduce
 from tilework.parallel.data_parallel.leaves import GradLeaf
 from tilework.parallel.data_parallel.reducer import Reducer
 

@@ -18,7 +18,7 @@ import torch
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
-from tilework.comm.operations.collectives import all_gather_into_tensor
+from tilework.comm.operations.internal import all_gather_into_tensor
 from tilework.comm.world import current_world
 
 

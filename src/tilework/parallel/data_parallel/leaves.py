@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.contract import ProcessGroup
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from tilework.dtensor import DTensor
-from tilework.dtensor.autograd.local_graph import local_of
-from tilework.dtensor.tensor import wrap
+from tilework.dtensor.internal import local_of, wrap
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -27,12 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from tilework.comm.agreement import agree
-from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.operations.collectives import all_reduce, broadcast
-from tilework.comm.operations.sparse import all_reduce_sparse
-from tilework.comm.per_call.call_recorder import unrecorded
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ProcessGroup, ReduceOp, Work
+from tilework.comm.operations.internal import agree, all_reduce, all_reduce_sparse, broadcast
+from tilework.comm.per_call.internal import unrecorded
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import broadcast
-from tilework.dtensor.plain_replicas import compare_plain, content_of
-from tilework.dtensor.propagation.plain_inputs import content_hash
-from tilework.dtensor.provenance.mode import mode
+from tilework.comm.operations.internal import agree, broadcast
+from tilework.dtensor.internal import compare_plain, content_hash, content_of, mode
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.passes import Passes, compare_passes
 

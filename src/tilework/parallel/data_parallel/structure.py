@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilework.tiled.stale_parameters import ParameterPlaces
-from tilework.tiled.tensor import TiledTensor
+from tilework.parallel.stale_optimizers import ParameterPlaces
+from tilework.tiled import TiledTensor
 
 
 class Members:

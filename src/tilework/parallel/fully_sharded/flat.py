@@ -22,14 +22,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.operations.collectives import (
+from tilework.comm.contract import ProcessGroup, ReduceOp, Work
+from tilework.comm.operations.internal import (
     all_gather_into_tensor,
     all_reduce,
+    empty_tensor,
     reduce_scatter_tensor,
 )
-from tilework.comm.reduce_op import ReduceOp
-from tilework.comm.transfer.large_buffers import empty_tensor
 from tilework.cores import has_spare_core
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from tilework.dtensor.propagation.dtensor_call import unseen
-from tilework.dtensor.provenance.content import hash_of
-from tilework.dtensor.provenance.mode import mode
+from tilework.dtensor.internal import hash_of, mode, unseen
 
 _storages: Any = torch.UntypedStorage
 _weak_reference: Any = reductions.StorageWeakRef

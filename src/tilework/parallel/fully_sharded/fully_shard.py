@@ -17,14 +17,14 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import broadcast
+from tilework.comm.operations.internal import broadcast
 from tilework.comm.world import current_world, get_default_group
 from tilework.dtensor import DTensor
-from tilework.dtensor.spec import spec_of
-from tilework.dtensor.tensor import wrap
+from tilework.dtensor.internal import spec_of, wrap
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
+from tilework.models import check_is_module
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import install
 from tilework.parallel.fully_sharded.policies import (
@@ -35,8 +35,7 @@ from tilework.parallel.fully_sharded.policies import (
 )
 from tilework.parallel.fully_sharded.taking_over import own_modules
 from tilework.parallel.fully_sharded.unit import Unit
-from tilework.tiled.module_plan import check_is_module
-from tilework.tiled.stale_parameters import mark_replaced
+from tilework.parallel.stale_optimizers import mark_replaced
 
 
 def fully_shard(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tilework.comm.per_call.provenance_digest import more_advice
+from tilework.comm.provenance_digest import more_advice
 from tilework.comm.world import current_world
 from tilework.parallel.fully_sharded.unit import Unit
 

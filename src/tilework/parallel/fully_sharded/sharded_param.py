@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilework.dtensor import DTensor, Replicate, Shard
-from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.torch_tensors import refuse_torch_dtensor
+from tilework.dtensor.internal import DTensorSpec, refuse_torch_dtensor, spec_of
 from tilework.layout import Placement, chunk_sizes, offsets_of
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.leaves import grad_dtype_of

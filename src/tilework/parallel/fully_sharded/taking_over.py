@@ -14,16 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_gather_into_tensor
-from tilework.comm.operations.objects import device_of
+from tilework.comm.operations.internal import agree, all_gather_into_tensor, device_of
 from tilework.dtensor import DTensor
-from tilework.dtensor.provenance.content import hash_of
-from tilework.dtensor.provenance.mode import mode
-from tilework.dtensor.spec import DTensorSpec
-from tilework.dtensor.tensor import wrap
-from tilework.dtensor.torch_counts import is_shown_elsewhere
+from tilework.dtensor.internal import DTensorSpec, hash_of, is_shown_elsewhere, mode, wrap
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
@@ -38,7 +32,7 @@ from tilework.parallel.fully_sharded.sharded_param import (
     dim_of,
     sharded_param,
 )
-from tilework.tiled.stale_parameters import mark_replaced
+from tilework.parallel.stale_optimizers import mark_replaced
 
 
 @dataclass(frozen=True, eq=False)

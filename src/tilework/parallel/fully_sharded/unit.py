@@ -31,15 +31,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.provenance_digest import OF_A_UNIT, carrying
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ReduceOp
+from tilework.comm.operations.internal import all_reduce
+from tilework.comm.provenance_digest import OF_A_UNIT, carrying
 from tilework.dtensor import DTensor
-from tilework.dtensor.provenance.call_counts import call_counts_of
-from tilework.dtensor.provenance.digests import digest_of, stable_digest
-from tilework.dtensor.provenance.meaning import carried
-from tilework.dtensor.spec import DTensorSpec
-from tilework.dtensor.tensor import wrap
+from tilework.dtensor.internal import (
+    DTensorSpec,
+    call_counts_of,
+    carried,
+    digest_of,
+    stable_digest,
+    wrap,
+)
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.mixed_precision import cast_floats

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import agree, run_plan
 from tilework.layout import Tile, Tiling, plan
 from tilework.parallel.resilient.catalog import (
     Catalog,

@@ -24,9 +24,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.operations.p2p import irecv, isend
+from tilework.comm.operations.internal import agree, irecv, isend
 
 SLOTS: Final = 2
 #: The tag of messages in the default group: a number that no program would choose.

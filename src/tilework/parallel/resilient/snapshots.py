@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.objects import load_plain
+from tilework.comm.operations.internal import agree, load_plain
 from tilework.parallel.resilient.catalog import (
     Catalog,
     Described,

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from tilework.comm.world import current_world, get_rank, get_world_size
 from tilework.dtensor import DTensor
-from tilework.dtensor.tensor import wrap
+from tilework.dtensor.internal import wrap
 from tilework.layout import Box, Tile, Tiling
 from tilework.parallel.resilient.catalog import Described, described
 from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 State = Mapping[str, Any]
 #: The end of the names under which modules' ``get_extra_state()`` is in their ``state_dict()``.

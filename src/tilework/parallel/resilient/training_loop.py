@@ -11,15 +11,16 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
-from tilework.comm.agreement import agree
-from tilework.comm.contract import ProcessGroup
-from tilework.comm.debug import logger
-from tilework.comm.elastic.events import note_event
-from tilework.comm.elastic.grow import tickets_waiting
-from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE
-from tilework.comm.groups import grow_group, shrink_group
-from tilework.comm.operations.collectives import all_reduce, barrier
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ProcessGroup, ReduceOp
+from tilework.comm.groups import (
+    MIN_RANKS_VARIABLE,
+    grow_group,
+    note_event,
+    shrink_group,
+    tickets_waiting,
+)
+from tilework.comm.operations.internal import agree, all_reduce, barrier
+from tilework.comm.per_call.internal import logger
 from tilework.comm.world import current_world, get_default_group, get_default_store
 from tilework.errors import (
     CheckpointError,

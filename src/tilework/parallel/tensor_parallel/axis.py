@@ -12,11 +12,17 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor import DTensor
-from tilework.dtensor.autograd import partial_grads
-from tilework.dtensor.part_cuts import Cut, CutLayer
-from tilework.dtensor.provenance.plain_parts import note_input, note_output
-from tilework.dtensor.rank_part import RankPart, as_rank_part, plain_of
-from tilework.dtensor.torch_tensors import refuse_torch_dtensor
+from tilework.dtensor.internal import (
+    Cut,
+    CutLayer,
+    RankPart,
+    as_rank_part,
+    note_input,
+    note_output,
+    plain_of,
+    refuse_torch_dtensor,
+    route_partial_grads,
+)
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
@@ -192,5 +198,5 @@ class MeshAxis:
         """
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
-            partial_grads.route_partial_grads(moved, tensor, (self.number,))
+            route_partial_grads(moved, tensor, (self.number,))
         return moved

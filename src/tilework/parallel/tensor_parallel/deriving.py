@@ -20,7 +20,8 @@ from tilework.comm.world import get_rank, get_world_size
 from tilework.dtensor import DTensor, init_device_mesh
 from tilework.layout import Replicate, Shard
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
+from tilework.models import check_is_module
 from tilework.parallel.tensor_parallel.plans import parallelize_module
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
@@ -30,8 +31,7 @@ from tilework.parallel.tensor_parallel.styles import (
 )
 from tilework.parallel.tensor_parallel.tracing import DimSet, Layer, Trace, trace
 from tilework.parallel.tensor_parallel.words import WholeOutput
-from tilework.tiled.module_plan import check_is_module
-from tilework.tiled.terminal import bytes_text
+from tilework.tiled import bytes_text
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,13 @@ from torch import Tensor, nn
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh
-from tilework.mesh.making import mesh_or_current
+from tilework.mesh.internal import mesh_or_current
+from tilework.models import check_is_module, close_names, matching_names, replace_module
+from tilework.parallel.stale_optimizers import marking_replaced
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.parallel.tensor_parallel.words import named_parameters, style_of
 from tilework.parallel.tensor_parallel.wrappers import attach_to_wrapper, shown_layer
-from tilework.tiled.module_plan import (
-    check_is_module,
-    close_names,
-    matching_names,
-    replace_module,
-)
-from tilework.tiled.stale_parameters import marking_replaced
 
 
 def parallelize_module(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tilework.layout import Placement
-from tilework.layout.placements import native_placement
+from tilework.layout.internal import native_placement
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 

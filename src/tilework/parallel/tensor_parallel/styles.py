@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
-from tilework.layout.placements import native_placement
+from tilework.layout.internal import native_placement
 from tilework.parallel.data_parallel.outputs import replace_tensors
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 

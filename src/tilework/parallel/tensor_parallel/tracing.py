@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import tensors_in
-from tilework.dtensor.propagation.without_overrides import without_override_checks
+from tilework.dtensor.internal import (
+    AskedCall,
+    DTensorArg,
+    PlacedCall,
+    ask,
+    carried_dims,
+    replicated_spec,
+    tensors_in,
+    without_override_checks,
+)
 from tilework.mesh import DeviceMesh
 from tilework.parallel.tensor_parallel.styles import linear_dims
-from tilework.tiled.factors import DimFactors, Factor
-from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
-from tilework.tiled.op_table import OpEntry, find
+from tilework.tiled import Decomposition, DimFactors, Factor, LocalCall, OpEntry, RuleResult, find
 
 #: A dim of a tensor: the numbers of the tensor and of the dim.
 Node = tuple[int, int]

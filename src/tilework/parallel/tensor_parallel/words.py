@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
+from tilework.models import close_names, matching_names
 from tilework.parallel.data_parallel.outputs import replace_tensors
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import (
@@ -22,7 +23,6 @@ from tilework.parallel.tensor_parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from tilework.tiled.module_plan import close_names, matching_names
 
 
 class _OfParameters(ParallelStyle):

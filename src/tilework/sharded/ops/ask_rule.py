@@ -10,8 +10,7 @@ from torch.utils import _pytree as pytree
 
 import tilework.tiled.rules  # noqa: F401  # fills the operator table
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.op_rules import Arg, LocalCall
-from tilework.tiled.op_table import entry_of
+from tilework.tiled import Arg, LocalCall, entry_of
 
 
 def local_call(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.ask_rule import local_call, static_key
 from tilework.sharded.ops.basic import getters
@@ -28,9 +28,8 @@ from tilework.sharded.ops.result_layout import (
 from tilework.sharded.ops.tiles import sharded_argument
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.box_propagation import LocalOp, TileRanges, propagate_boxes, shape_of
-from tilework.tiled.op_rules import MakeRun
-from tilework.tiled.rules.reshaping import SWAPAXES
+from tilework.tiled import LocalOp, MakeRun, TileRanges, propagate_boxes, shape_of
+from tilework.tiled.rules import SWAPAXES
 
 _NO_BOX = "the tiles would not be boxes of the new shape: reshard first"
 

@@ -15,7 +15,7 @@ from tilework.sharded.ops.result_layout import ResultLayout, cached, layout_of_b
 from tilework.sharded.ops.tiles import OTHER_LAYOUT, graph_tiles
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.box_propagation import NotLocal, Obstacle, propagate_boxes, shape_of
+from tilework.tiled import NotLocal, Obstacle, propagate_boxes, shape_of
 
 
 def _cats(func: Callable[..., Any], name: str) -> Handler:

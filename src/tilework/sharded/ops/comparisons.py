@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree
+from tilework.comm.operations.internal import agree
 from tilework.comm.world import NonMember
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.tiles import graph_tiles, same_layout

@@ -17,9 +17,8 @@ from tilework.sharded.ops.result_layout import ResultLayout, cached, layout_of_b
 from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.box_propagation import LocalOp, NotLocal, propagate_boxes
-from tilework.tiled.factors import Factor, FactorMap, dim_factors
-from tilework.tiled.rules.reshaping import dim_at
+from tilework.tiled import Factor, FactorMap, LocalOp, NotLocal, dim_factors, propagate_boxes
+from tilework.tiled.rules import dim_at
 
 SHARDED_DIM = (
     "it runs along dims that are not sharded: reshard to a spec that leaves dim {} unsharded"

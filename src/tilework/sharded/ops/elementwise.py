@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilework.comm.functional.api import copy_to_group
+from tilework.comm.functional.internal import copy_to_group
 from tilework.comm.world import NonMember
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.tiles import (
@@ -26,7 +26,7 @@ from tilework.sharded.ops.tiles import (
 )
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.op_table import entry_of
+from tilework.tiled import entry_of
 
 #: Functions that keep the shape, besides the elementwise operators of the table: compositions of
 #: these, or functions of other values than elements. With "_": only the in-place form.

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_to_all_single
-from tilework.comm.transfer import run_plan
+from tilework.comm.operations.internal import agree_equal, all_to_all_single, run_plan
 from tilework.comm.world import get_process_group_ranks
 from tilework.layout import Box, Tile, Tiling, plan
+from tilework.layout.internal import replicated_tiling
 from tilework.sharded.ops.tiles import graph_tiles, no_elements
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.transfer_plans import replicated_tiling
 
 
 def agree_on_gradients(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.contract import ReduceOp
+from tilework.comm.operations.internal import all_reduce
 from tilework.comm.world import NonMember
 from tilework.sharded.ops.tiles import graph_tiles
 from tilework.sharded.registry import Handler

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.collectives import all_gather_into_tensor
+from tilework.comm.operations.internal import all_gather_into_tensor
 from tilework.sharded.ops.tiles import member_of, zeros_after
 from tilework.sharded.tensor import ShardedTensor
 

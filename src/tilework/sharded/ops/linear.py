@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tilework.comm.contract import ProcessGroup
 from tilework.layout import Box
-from tilework.layout.cost import DEFAULT_COST
+from tilework.layout.internal import DEFAULT_COST
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.exchange import (
     agree_on_gradients,

@@ -24,7 +24,7 @@ from tilework.sharded.ops.gather_tiles import gather_from_tiles
 from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.rules.reduction_args import accumulation_dtype
+from tilework.tiled.rules import accumulation_dtype
 
 #: From a tensor with elements, the dtype of the result and the operator's options.
 Reduce = Callable[[ShardedTensor, torch.dtype, dict[str, Any]], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.comm.world import get_rank
 from tilework.layout import Box
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.sharded.metadata import (
     Items,
     Shard,

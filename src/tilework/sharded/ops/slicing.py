@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilework.layout import Box
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.dim_ops import dims_of, options_of
 from tilework.sharded.ops.elementwise import elementwise
@@ -27,7 +27,7 @@ from tilework.sharded.ops.result_layout import (
 from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, wrap
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
-from tilework.tiled.box_propagation import within
+from tilework.tiled import within
 
 # -- ranges and elements ---------------------------------------------------------------------
 

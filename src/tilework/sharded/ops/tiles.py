@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import NonMember, current_world, get_rank
 from tilework.sharded import checks
 from tilework.sharded.checks import unsupported

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Capability
-from tilework.comm.contract import ProcessGroup
+from tilework.comm.contract import Capability, ProcessGroup
 from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
 from tilework.testing.groups.values import DTYPES, Case, cases, defined, reduce_op

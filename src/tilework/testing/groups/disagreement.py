@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Capability
-from tilework.comm.per_call.provenance_digest import carrying
+from tilework.comm.contract import Capability
+from tilework.comm.provenance_digest import carrying
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tilework.mesh import init_device_mesh
 from tilework.testing.groups.base import (

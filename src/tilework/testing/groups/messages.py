@@ -8,7 +8,7 @@ import time
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Capability
+from tilework.comm.contract import Capability
 from tilework.errors import CollectiveMismatchError
 from tilework.testing.groups.base import (
     GroupSuite,

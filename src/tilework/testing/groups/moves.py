@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Capability
+from tilework.comm.contract import Capability
 from tilework.testing.groups.base import GroupSuite, finish, needs, still_works
 from tilework.testing.groups.values import Case, assert_same, pattern
 

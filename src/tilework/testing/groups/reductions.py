@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilework.distributed as dist
-from tilework.comm.capabilities import Capability
+from tilework.comm.contract import Capability
 from tilework.testing.groups.base import GroupSuite, finish, needs, refused, still_works
 from tilework.testing.groups.values import (
     FLOATS,

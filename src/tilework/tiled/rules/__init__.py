@@ -18,6 +18,29 @@ from tilework.tiled.rules import (
     splitting,
     statistics,
 )
+from tilework.tiled.rules.concatenation import cat_dim, cat_shape
+from tilework.tiled.rules.convolution import guard_empty_shards
+from tilework.tiled.rules.elementwise import pointwise
+from tilework.tiled.rules.empty_shards import (
+    allow_empty_shards,
+    cat_shards,
+    keep_inputs_in_graph,
+    with_row_for_empty,
+    zero_addend,
+)
+from tilework.tiled.rules.extrema import extreme_dims
+from tilework.tiled.rules.index_range import LocalIndexRange
+from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
+from tilework.tiled.rules.reduction_args import (
+    accumulation_dtype,
+    any_sharded,
+    dims_of,
+    reduce_dims,
+    remaining_dims,
+)
+from tilework.tiled.rules.reshaping import SWAPAXES, common_shape, dim_at, sizes_of
+from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
+from tilework.tiled.rules.statistics import softmax_dims, spread_dims
 
 __all__ = [
     "concatenation",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast, factors_of
 from tilework.tiled.op_rules import (
     Arg,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.tiled.op_rules import Arg, RuleResult
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.elementwise import pointwise

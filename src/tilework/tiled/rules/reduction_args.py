@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilework.layout.box import Ints
+from tilework.layout.internal import Ints
 from tilework.tiled.factors import Dim, Factor
 from tilework.tiled.op_rules import (
     Arg,

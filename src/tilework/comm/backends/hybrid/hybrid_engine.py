@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance_digest
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.control_channel import ControlChannel, FrameKind
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
@@ -32,7 +33,6 @@ from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.forms import Kind, Operation, Parts
-from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp
 
 #: Seconds between looks of a rank that waits for another host.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance_digest
 from tilework.comm.backends.engine_protocol import Completion
 from tilework.comm.backends.native import NativeGroup, label
 from tilework.comm.backends.native_work import NativeWork, waiting_for
@@ -28,7 +29,7 @@ from tilework.comm.flight.ring import (
     outcome,
 )
 from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts, op_factor, op_type
-from tilework.comm.per_call import profiling, provenance_digest
+from tilework.comm.per_call import profiling
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.comm.reduce_op import RedOpType
 

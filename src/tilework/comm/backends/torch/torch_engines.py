@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from tilework.comm import provenance_digest
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
 from tilework.comm.backends.engine_protocol import Fault, FaultArgs
 from tilework.comm.backends.failure_log import FailureLog
@@ -34,10 +35,9 @@ from tilework.comm.capabilities import Capability
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.forms import SCANS, Operation, Parts
-from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError, DistError
-from tilework.store.barrier import store_based_barrier
+from tilework.store import store_based_barrier
 from tilework.store.torch_bridge import as_torch_store
 
 #: Words in error messages: of a late rank, and of closed connections.

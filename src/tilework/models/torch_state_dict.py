@@ -24,11 +24,10 @@ from typing import Any
 import torch.distributed as torch_dist
 from torch import nn
 
-from tilework.comm.agreement import agree
-from tilework.comm.operations.objects import broadcast_object_list
+from tilework.comm.operations.internal import agree, broadcast_object_list
 from tilework.comm.world import get_rank, is_initialized
 from tilework.late_names import late_name
-from tilework.tiled.tensor import TiledTensor
+from tilework.tiled import TiledTensor
 
 
 def _is_ours(model: nn.Module) -> bool:
@@ -47,7 +46,7 @@ class _Redirected:
     """
 
     def __init__(self, torchs: Any) -> None:
-        self._torchs, self._own = torchs, late_name("tiled", "state_dict")
+        self._torchs, self._own = torchs, late_name("models", "state_dict")
 
     def _get_model_state_dict(self, model: nn.Module, info: Any) -> Any:
         if not info.handle_model:

@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.tables import each
-from tilework.tiled.local_optimizer import ELEMENTWISE, check_elementwise, is_per_element
+from tilework.models.local_optimizer import ELEMENTWISE, check_elementwise, is_per_element
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilework.comm.per_call.provenance_digest import ADVICE_ON_PASSES, OF_A_PASS, advice
+from tilework.comm.provenance_digest import ADVICE_ON_PASSES, OF_A_PASS, advice
 
 
 def test_ranks_that_part_in_their_passes_are_told_what_to_look_for() -> None:

@@ -15,7 +15,7 @@ from tilework.dtensor import distribute_module, init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.sharded import ChunkShardingSpec, shard_parameter
 from tilework.testing import run_ranks
-from tilework.tiled.stale_parameters import mark_replaced, marking_replaced
+from tilework.parallel.stale_optimizers import mark_replaced, marking_replaced
 
 
 def _stale() -> tuple[nn.Linear, torch.optim.Optimizer]:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from tests.tables import each
-from tilework.tiled.module_plan import (
+from tilework.models.module_plan import (
     check_is_module,
     close_names,
     is_pattern,

@@ -1,0 +1,23 @@
+"""Names that the other packages of tilework use."""
+
+from tilework.comm.debug import (
+    DebugLevel,
+    get_debug_level,
+    logger,
+    set_debug_level,
+    set_debug_level_from_env,
+)
+from tilework.comm.per_call.call_recorder import (
+    CallRecorder,
+    current_recorder,
+    recorded,
+    refuse_count,
+    set_recorder,
+    unrecorded,
+)
+from tilework.comm.per_call.callbacks import run_soon
+from tilework.comm.per_call.callsite import Site, call_site, format_site, in_library, user_frame
+from tilework.comm.per_call.checks import awaited, has_memory
+from tilework.comm.per_call.profiling import listening, record_comm
+from tilework.comm.per_call.stacks import stacks_of_threads
+from tilework.comm.per_call.torch_names import ATTRIBUTE, torch_names
