@@ -21,6 +21,7 @@ from tests.architecture.imports import (
     module_name,
     transitive_reduction,
 )
+from tests.architecture.private_names import foreign_private_names
 
 #: Nobody but these may use what is meant for tests.
 MAY_IMPORT_TESTING = ("testing", "launch", "cli")
@@ -83,6 +84,10 @@ def test_packages_enter_each_other_through_faces() -> None:
 @pytest.mark.parametrize("face", LISTS)
 def test_other_packages_use_all_that_a_face_offers(face: str) -> None:
     assert not unused_names(face)
+
+
+def test_no_package_reads_private_attributes_of_another() -> None:
+    assert not foreign_private_names()
 
 
 def test_only_launchers_import_testing() -> None:

@@ -11,6 +11,7 @@ from tilework.dtensor.internal import (
     DTensorSpec,
     Ints,
     empty_local,
+    layout_of,
     refuse_torch_dtensor,
     sizes_along,
     spec_of,
@@ -163,7 +164,7 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
     refuse_torch_dtensor(tensor, "to_sharded")
     if not isinstance(tensor, DTensor):
         raise TypeError(f"to_sharded takes a DTensor, got {type(tensor).__name__}")
-    spec = tensor._spec
+    spec = layout_of(tensor)
     for axis, (placement, length) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True)):
         if length > 1 and not isinstance(placement, Shard):
             raise ValueError(

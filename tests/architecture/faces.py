@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from typing import Final
 
-from tests.architecture.imports import FILES, ROOT, imports_of, layer_of, module_name
+from tests.architecture.imports import FILES, ROOT, all_imports, layer_of, module_name
 
 #: By package: the modules below it ("" for the package itself). Others may import the module of a
 #: package that is missing here if the package is one file.
@@ -71,8 +71,9 @@ def unused_names(face: str) -> set[str]:
 
 
 def _importers(face: str) -> list[Path]:
-    others = [path for path in FILES if layer_of(module_name(path)) != layer_of(face)]
-    return [path for path in others if face in {each.module for each in imports_of(path)}]
+    names = {each.importer for each in all_imports() if each.module == face}
+    others = (path for path in FILES if layer_of(module_name(path)) != layer_of(face))
+    return [path for path in others if module_name(path) in names]
 
 
 def _mentioned(path: Path) -> set[str]:

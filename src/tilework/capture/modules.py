@@ -32,7 +32,7 @@ from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.capture.step import MOST_RECORDS, Program, key_of_call
 from tilework.comm.per_call.internal import current_recorder, unrecorded
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import wrap_as
+from tilework.dtensor.internal import layout_of, wrap_as
 from tilework.errors import CaptureError
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import units_of
@@ -210,7 +210,7 @@ def _any_requires_grad(result: Any) -> bool:
 def _some_grad(out: Any) -> Tensor:
     if not is_dtensor(out):
         return torch.ones_like(out)
-    spec = out._spec.grad_spec
+    spec = layout_of(out).grad_spec
     return wrap_as(DTensor, torch.ones(spec.local_shape, dtype=out.dtype, device=out.device), spec)
 
 

@@ -24,7 +24,7 @@ from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.comm.per_call.internal import current_recorder
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import DTensorSpec
+from tilework.dtensor.internal import DTensorSpec, layout_of, local_tensor_of
 from tilework.errors import CaptureError, DistError
 
 P = ParamSpec("P")
@@ -383,8 +383,8 @@ def _is_float_key(key: Any) -> bool:
 
 def _key_of(leaf: Any) -> Any:
     if leaf.__class__ is DTensor:
-        local = leaf._local_tensor
-        layout = leaf._spec, local.dtype, local.stride(), local.requires_grad
+        local = local_tensor_of(leaf)
+        layout = layout_of(leaf), local.dtype, local.stride(), local.requires_grad
         return (*layout, leaf.is_snapshot)
     if isinstance(leaf, Tensor):
         bits = leaf.is_conj() or leaf.is_neg()

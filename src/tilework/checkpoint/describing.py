@@ -23,6 +23,7 @@ from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.values import KIND
 from tilework.comm.per_call.internal import has_memory
 from tilework.dtensor import DTensor
+from tilework.dtensor.internal import layout_of
 from tilework.layout import Box, Partial, Replicate
 from tilework.layout.internal import whole_box
 from tilework.sharded import ShardedTensorBase
@@ -68,14 +69,15 @@ class MergedState:
 def has_partial(flat: FlatState) -> bool:
     """True if this rank's state has tensors whose values are not reduced yet."""
     return any(
-        isinstance(leaf, DTensor) and bool(leaf._spec.partial_axes) for leaf in flat.leaves.values()
+        isinstance(leaf, DTensor) and bool(layout_of(leaf).partial_axes)
+        for leaf in flat.leaves.values()
     )
 
 
 def settle(flat: FlatState) -> None:
     """Replace partial tensors in ``flat`` by their sums or other results. Collective."""
     for path, leaf in flat.leaves.items():
-        if isinstance(leaf, DTensor) and leaf._spec.partial_axes:
+        if isinstance(leaf, DTensor) and layout_of(leaf).partial_axes:
             placements = [Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
             with torch.no_grad():
                 detached = cast(DTensor, leaf.detach())

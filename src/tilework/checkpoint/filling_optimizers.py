@@ -26,7 +26,7 @@ from tilework.checkpoint.parameter_names import (
 from tilework.checkpoint.saved import SavedTensor
 from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import wrap
+from tilework.dtensor.internal import layout_of, local_tensor_of, wrap
 from tilework.sharded import ShardedOptimizer, ShardedTensor
 from tilework.sharded.internal import local_tensors
 
@@ -216,7 +216,8 @@ def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
     with torch.no_grad():
         if isinstance(parameter, DTensor):
             return wrap(
-                torch.empty_like(parameter._local_tensor.detach(), dtype=dtype), parameter._spec
+                torch.empty_like(local_tensor_of(parameter).detach(), dtype=dtype),
+                layout_of(parameter),
             )
         if isinstance(parameter, ShardedTensor):
             tiles = [torch.empty_like(t.detach(), dtype=dtype) for t in parameter.local_tiles()]

@@ -36,6 +36,7 @@ from tilework.checkpoint.splitting import read_split
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.targets import Targets
 from tilework.dtensor import DTensor
+from tilework.dtensor.internal import layout_of, local_tensor_of
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 from tilework.layout.internal import whole_box
@@ -258,7 +259,7 @@ def _asked(targets: Sequence[Target]) -> list[_Asked]:
 
 def _has_partial(targets: Sequence[Target]) -> bool:
     return any(
-        isinstance(target.tensor, DTensor) and bool(target.tensor._spec.partial_axes)
+        isinstance(target.tensor, DTensor) and bool(layout_of(target.tensor).partial_axes)
         for target in targets
     )
 
@@ -277,9 +278,9 @@ def _without_partial(
     targets, temporary = prepared.filling.targets, []
     for number, target in enumerate(targets):
         tensor = target.tensor
-        if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
+        if isinstance(tensor, DTensor) and layout_of(tensor).partial_axes:
             detached = cast(DTensor, tensor.detach())
-            replicated = detached.redistribute(placements=tensor._spec.dual.placements)
+            replicated = detached.redistribute(placements=layout_of(tensor).dual.placements)
             targets[number] = Target(target.saved, replicated, target.where)
             temporary.append((targets[number], tensor))
     asked_now = ranks.gather(lambda: _asked(targets))
@@ -290,7 +291,7 @@ def _become_partial(filled: Tensor, partial: DTensor) -> None:
     assert isinstance(filled, DTensor)
     with torch.no_grad():
         again = filled.redistribute(placements=partial.placements)
-        partial._local_tensor.detach().copy_(again._local_tensor)
+        local_tensor_of(partial).detach().copy_(local_tensor_of(again))
 
 
 def _fill(

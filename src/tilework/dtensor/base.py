@@ -164,6 +164,36 @@ def wrap_as(
     return tensor
 
 
+def local_tensor_of(tensor: DTensorBase) -> Tensor:
+    """The memory of this rank, whatever its place in the graph. Unchecked; local."""
+    return tensor._local_tensor
+
+
+def layout_of(tensor: DTensorBase) -> DTensorSpec:
+    """The layout of a tensor. Unchecked; local."""
+    return tensor._spec
+
+
+def given_digest(tensor: DTensorBase) -> int:
+    """The digest that the tensor was given; 0 if none. Local."""
+    return tensor._digest or 0
+
+
+def defer_grad(tensor: DTensorBase, reduce: Callable[[], None] | None) -> None:
+    """Let ``tensor.grad`` call ``reduce`` before it is read; None: no longer. Local."""
+    tensor._deferred_grad = reduce
+
+
+def deferred_grad(tensor: DTensorBase) -> Callable[[], None] | None:
+    """What :func:`defer_grad` was given. Local."""
+    return tensor._deferred_grad
+
+
+def forget_grad(tensor: DTensorBase) -> None:
+    """Forget the DTensor that ``tensor.grad`` returned: the local gradient is another. Local."""
+    tensor._grad = None
+
+
 # -- records that a tensor keeps -------------------------------------------------------------
 
 

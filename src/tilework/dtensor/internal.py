@@ -2,9 +2,17 @@
 
 from tilework.dtensor.autograd.local_graph import local_of
 from tilework.dtensor.autograd.partial_grads import route_partial_grads
-from tilework.dtensor.base import wrap_as
+from tilework.dtensor.base import (
+    defer_grad,
+    deferred_grad,
+    forget_grad,
+    given_digest,
+    layout_of,
+    local_tensor_of,
+    wrap_as,
+)
 from tilework.dtensor.from_local import sizes_along
-from tilework.dtensor.part_cuts import Cut, CutLayer
+from tilework.dtensor.part_cuts import Cut, CutLayer, cut_of
 from tilework.dtensor.plain_replicas import compare_plain, content_of
 from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
 from tilework.dtensor.propagation.dtensor_call import unseen

@@ -155,7 +155,7 @@ def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exce
     """The error of an operator on parts; one that names the layer, if the call fits the whole."""
     wholes, parts = [], []
     for each in tensors_in([*args, *kwargs.values()]):
-        cut, sizes = _cut_of(each), list(each.shape)
+        cut, sizes = cut_of(each), list(each.shape)
         if cut is not None and cut.dim is not None:
             whole, local = cut.layer.sizes
             sizes[cut.dim] = sizes[cut.dim] * whole // max(local, 1)
@@ -194,7 +194,8 @@ def _stand_in(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(sizes), dtype=dtype, device="meta")
 
 
-def _cut_of(tensor: Tensor) -> Cut | None:
+def cut_of(tensor: Tensor) -> Cut | None:
+    """The cut of a rank's part; None for a plain tensor."""
     return getattr(tensor, "_cut", None)
 
 
@@ -205,7 +206,7 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
         if kind is int:
             key.append(value)
         elif isinstance(value, Tensor):
-            key += (value.shape, _cut_of(value))
+            key += (value.shape, cut_of(value))
         elif kind is slice:
             key += (slice, value.start, value.stop, value.step)
         else:
@@ -219,7 +220,7 @@ class _Call:
     def __init__(self, func: Any, args: Args, kwargs: Kwargs, results: list[Tensor]) -> None:
         self._func, self._args, self._kwargs, self._results = func, args, kwargs, results
         self._tensors = tensors_in([*args, *kwargs.values()])
-        self._cuts = list(map(_cut_of, self._tensors))
+        self._cuts = list(map(cut_of, self._tensors))
         self._rule: Any = None
         self._answer: Any = None
 
@@ -381,7 +382,7 @@ class _Call:
             args, kwargs = [args, kwargs], {}
         try:
             with torch._C._EnableTorchFunction():
-                cuts = list(map(_cut_of, tensors_in(body(*args, **kwargs))))
+                cuts = list(map(cut_of, tensors_in(body(*args, **kwargs))))
         except _CutDimNeededError:
             raise self._refusal(*next(iter(self._parts.items()))) from None
         except Exception:  # it needs values

@@ -131,6 +131,11 @@ class DeviceMesh(MeshSlicing):
             device_mesh._groups = groups
         return device_mesh
 
+    @property
+    def root_mesh(self) -> DeviceMesh:
+        """The mesh of which this is a part; this mesh itself if it was made whole. Local."""
+        return self._root
+
     # -- torch's meshes ----------------------------------------------------------------------
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilework.dtensor import DTensor
+from tilework.dtensor.internal import forget_grad, local_tensor_of
 
 _READ_ONLY = ("content", "layout", "keys", "address")
 
@@ -53,7 +54,7 @@ class StatePlace(NamedTuple):
         elif self.how == "grad":
             plain(self.owner).grad = value
             if self.owner.__class__ is DTensor:
-                self.owner._grad = None
+                forget_grad(self.owner)
         else:
             setattr(self.owner, self.key, value)
 
@@ -117,7 +118,7 @@ class Argument:
     def of(self, leaves: Sequence[Any]) -> Tensor:
         """The tensor at this place, given the leaves of a call's arguments."""
         leaf: Any = leaves[self.number]
-        return leaf._local_tensor if self.is_dtensor else leaf  # type: ignore[no-any-return]
+        return local_tensor_of(leaf) if self.is_dtensor else leaf
 
 
 def is_dtensor(thing: Any) -> bool:
@@ -138,4 +139,4 @@ def key_of_constant(value: Any) -> tuple[Any, ...]:
 
 def plain(tensor: Any) -> Any:
     """The local tensor of a DTensor; other things unchanged."""
-    return tensor._local_tensor if tensor.__class__ is DTensor else tensor
+    return local_tensor_of(tensor) if tensor.__class__ is DTensor else tensor

@@ -20,7 +20,7 @@ from tilework.capture.program.place import key_of_constant, memory_layout_of
 from tilework.comm import provenance_digest
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import wrap_as
+from tilework.dtensor.internal import layout_of, wrap_as
 
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
@@ -167,7 +167,7 @@ class StepRecord:
                 is_same = not each.may_change or all(x.get() is now for x in each.others)
             except LookupError:
                 now, is_same = None, False
-            is_same = is_same and not (each.is_local and path.owner._spec is not each.layout)
+            is_same = is_same and not (each.is_local and layout_of(path.owner) is not each.layout)
             expected = each.layout if each.may_change else layout
             if not is_same or now is None or memory_layout_of(now) != expected:
                 self._changed = f"{path.text} is another tensor, or has another layout"

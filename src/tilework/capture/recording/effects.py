@@ -15,14 +15,15 @@ from tilework.capture.program.place import StatePlace, memory_layout_of, plain
 from tilework.capture.recording.places import StatePlaces, is_of_library
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.dtensor import DTensor
+from tilework.dtensor.internal import given_digest, layout_of, local_tensor_of
 from tilework.errors import CaptureError
 
 
 def leaf_of(leaf: Any, recorder: StepRecorder) -> Any:
     """The stand-in in the program for a leaf of the result: a value, a Number, or the leaf."""
     if leaf.__class__ is DTensor:
-        value = recorder.value_of(leaf._local_tensor)
-        return "dtensor", value, leaf._spec, leaf._digest or 0
+        value = recorder.value_of(local_tensor_of(leaf))
+        return "dtensor", value, layout_of(leaf), given_digest(leaf)
     if isinstance(leaf, Tensor):
         value, kind = recorder.value_of(leaf), type(leaf)
         if kind in (Tensor, Parameter) or kind.__module__.startswith("tilework."):

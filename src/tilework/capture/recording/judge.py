@@ -26,6 +26,7 @@ from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled
 from tilework.comm.operations.internal import uncoalesced
 from tilework.dtensor import DTensor
+from tilework.dtensor.internal import deferred_grad
 from tilework.errors import CaptureError
 
 #: A compiled program may differ from the step by this multiple of the step's own error.
@@ -148,7 +149,7 @@ def reduce_deferred(places: StatePlaces) -> None:
     """Reduce the gradients of DTensors now, whose reduction would wait until they are read."""
     for place, _ in places.slots:
         if place.how == "grad" and place.owner.__class__ is DTensor:
-            deferred = place.owner._deferred_grad
+            deferred = deferred_grad(place.owner)
             if deferred is not None:
                 deferred()
 

@@ -41,6 +41,7 @@ from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled, watched_reads
 from tilework.comm.per_call.internal import call_site, set_recorder
 from tilework.comm.world import current_world
+from tilework.dtensor.internal import layout_of
 from tilework.errors import CaptureError
 
 T = TypeVar("T")
@@ -239,7 +240,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = self._new_value(tensor)
             found = Input(value, path, tensor)
             if found.is_local:
-                found.layout = path.owner._spec
+                found.layout = layout_of(path.owner)
             elif not found.is_argument and not (tensor.is_leaf and tensor.requires_grad):
                 found.layout = memory_layout_of(tensor)
             self.graph.inputs.append(found)

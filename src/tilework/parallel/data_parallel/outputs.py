@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import local_of, wrap
+from tilework.dtensor.internal import layout_of, local_of, wrap
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -146,7 +146,7 @@ def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
     nodes = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
     results = BackwardStart.apply(call, *nodes)  # type: ignore[no-untyped-call]
     changed = {
-        id(old): wrap(new, old._spec) if isinstance(old, DTensor) else new
+        id(old): wrap(new, layout_of(old)) if isinstance(old, DTensor) else new
         for old, new in zip(tensors, results, strict=True)
     }
     return replace_tensors(value, lambda tensor: changed.get(id(tensor), tensor))

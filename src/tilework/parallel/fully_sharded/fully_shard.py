@@ -20,7 +20,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import broadcast
 from tilework.comm.world import current_world, get_default_group
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import spec_of, wrap
+from tilework.dtensor.internal import layout_of, local_tensor_of, spec_of, wrap
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.mesh.internal import mesh_or_current
@@ -197,7 +197,7 @@ def _leave_axes(
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, DTensor) or id(parameter) in stay:
                 continue
-            if parameter._spec.mesh != mesh:
+            if layout_of(parameter).mesh != mesh:
                 continue
             if parameter in _replaced_by:
                 module._parameters[name] = _replaced_by[parameter]
@@ -210,7 +210,7 @@ def _leave_axes(
                     f"{sorted(own)}, and may be sharded along other axes"
                 )
             spec = spec_of(mesh[rest], [placements[axis] for axis in rest], parameter.shape)
-            local = wrap(parameter._local_tensor.detach(), spec)
+            local = wrap(local_tensor_of(parameter).detach(), spec)
             _replaced_by[parameter] = nn.Parameter(local, parameter.requires_grad)
             module._parameters[name] = _replaced_by[parameter]
             mark_replaced(parameter, module, name, by="fully_shard")
@@ -225,7 +225,7 @@ def _take_values_of(source: int, unit: Unit) -> None:
         )
     for _, _, parameter in unit.tables.parameters():
         local: Any = parameter
-        local = local._local_tensor if isinstance(local, DTensor) else local
+        local = local_tensor_of(local) if isinstance(local, DTensor) else local
         if not local.is_meta:
             broadcast(local.detach(), group.global_ranks[source], group)
 

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tilework.dtensor import DTensor, Replicate, Shard
-from tilework.dtensor.internal import DTensorSpec, refuse_torch_dtensor, spec_of
+from tilework.dtensor.internal import (
+    DTensorSpec,
+    layout_of,
+    local_tensor_of,
+    refuse_torch_dtensor,
+    spec_of,
+)
 from tilework.layout import Placement, chunk_sizes, offsets_of
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.leaves import grad_dtype_of
@@ -67,7 +73,7 @@ class ShardedParam:
                 f"parameter {self.name} was swapped with a {type(self.sharded).__name__} after the "
                 f"forward pass whose backward needs it: call backward before that"
             )
-        local: Tensor = self.sharded._local_tensor
+        local: Tensor = local_tensor_of(self.sharded)
         return local
 
     @property
@@ -132,7 +138,7 @@ def sharded_param(
     """
     refuse_torch_dtensor(parameter, f"fully_shard of parameter {name!r}")
     is_full = isinstance(parameter, DTensor) and not on_mesh
-    tensor_parallel = parameter._spec if is_full else None
+    tensor_parallel = layout_of(parameter) if is_full else None
     local_shape = tuple(parameter.shape if tensor_parallel is None else tensor_parallel.local_shape)
     if not local_shape:
         raise ValueError(
@@ -207,11 +213,11 @@ def _spec(
 
 def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     """The mesh of the axes of two meshes, in the order of their common root."""
-    root, names = mesh._root, (*_names(mesh), *_names(other))
+    root, names = mesh.root_mesh, (*_names(mesh), *_names(other))
     known, axes = _names(root), _root_axes(root, names)
     listed = [axis for each in axes.values() for axis in each]
     if (
-        other._root is not root
+        other.root_mesh is not root
         or len(axes) < mesh.ndim + other.ndim
         or len(set(listed)) < len(listed)
     ):

@@ -17,7 +17,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import agree, all_gather_into_tensor, device_of
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import DTensorSpec, hash_of, is_shown_elsewhere, mode, wrap
+from tilework.dtensor.internal import (
+    DTensorSpec,
+    hash_of,
+    is_shown_elsewhere,
+    layout_of,
+    local_tensor_of,
+    mode,
+    wrap,
+)
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
@@ -242,7 +250,7 @@ def _describe(
 ) -> _Taken:
     dim = dim_of(name, parameter, owner.placement(parameter) if owner.placement else None)
     if isinstance(parameter, DTensor):
-        param, spec = None, parameter._spec
+        param, spec = None, layout_of(parameter)
         if old is not None and (spec.mesh, spec.shape) == (old.spec.mesh, old.spec.shape):
             if old.sharded is parameter:
                 old.name, old.places = name, places
@@ -253,7 +261,7 @@ def _describe(
             param = sharded_param(name, places, parameter, owner.mesh, dim, on_mesh=True)
         if param is not None:
             _lay_out(name, parameter, param.spec, owner)
-            return _Taken(param, lambda: parameter._local_tensor)
+            return _Taken(param, lambda: local_tensor_of(parameter))
     param = sharded_param(name, places, parameter, owner.mesh, dim)
     if old is not None and param.tensor_parallel != old.tensor_parallel and old.tensor_parallel:
         raise ValueError(
@@ -278,7 +286,7 @@ def _lay_out(name: str, parameter: Any, spec: DTensorSpec, owner: OwningUnit) ->
         ValueError: The gradient would leave memory that another tensor shows.
     """
     given = parameter.detach()
-    if given._spec == spec:
+    if layout_of(given) == spec:
         return
     grad = parameter.grad
     if grad is not None and is_shown_elsewhere(grad):
@@ -290,7 +298,7 @@ def _lay_out(name: str, parameter: Any, spec: DTensorSpec, owner: OwningUnit) ->
         )
     with torch.no_grad():
         parameter.data = given.redistribute(spec.mesh, spec.placements, order=spec.order)
-    owner.former.watch(name, given._local_tensor, parameter._local_tensor)
+    owner.former.watch(name, local_tensor_of(given), local_tensor_of(parameter))
 
 
 def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Flat:
@@ -355,7 +363,7 @@ def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:
 
 
 def _local_full(parameter: Any, detached: bool = True) -> Tensor:
-    local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local: Tensor = local_tensor_of(parameter) if isinstance(parameter, DTensor) else parameter
     return local.detach() if detached else local
 
 

@@ -39,6 +39,8 @@ from tilework.dtensor.internal import (
     DTensorSpec,
     call_counts_of,
     carried,
+    defer_grad,
+    deferred_grad,
     digest_of,
     stable_digest,
     wrap,
@@ -733,13 +735,13 @@ class Unit:
         """Keep gradients until the program asks for them, or until a pass reduces."""
         for param, grad in zip(params, grads, strict=True):
             self._deferred[param] = grad  # also None: other ranks may have a gradient
-            param.sharded._deferred_grad = self.reduce_deferred
+            defer_grad(param.sharded, self.reduce_deferred)
 
     def _with_deferred(self, param: ShardedParam, grad: Tensor | None) -> Tensor | None:
         deferred = self._deferred.pop(param, None)
-        if param.sharded._deferred_grad is None:  # cleared since
+        if deferred_grad(param.sharded) is None:  # cleared since
             return grad
-        param.sharded._deferred_grad = None
+        defer_grad(param.sharded, None)
         if deferred is None or grad is None:
             return grad if deferred is None else deferred
         return deferred + grad

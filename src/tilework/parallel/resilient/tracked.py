@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tilework.comm.world import current_world, get_rank, get_world_size
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import wrap
+from tilework.dtensor.internal import layout_of, local_tensor_of, wrap
 from tilework.layout import Box, Tile, Tiling
 from tilework.parallel.resilient.catalog import Described, described
 from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
@@ -253,8 +253,8 @@ def _is_mine(optimizer: Optimizer, parameter: Tensor) -> bool:
 def _empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if key != "step" and shape == tuple(parameter.shape):
         if isinstance(parameter, DTensor):
-            local = torch.zeros_like(parameter._local_tensor.detach(), dtype=dtype)
-            return wrap(local, parameter._spec)
+            local = torch.zeros_like(local_tensor_of(parameter).detach(), dtype=dtype)
+            return wrap(local, layout_of(parameter))
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     return torch.zeros(shape, dtype=dtype)
 

@@ -17,6 +17,8 @@ from tilework.dtensor.internal import (
     CutLayer,
     RankPart,
     as_rank_part,
+    cut_of,
+    layout_of,
     note_input,
     note_output,
     plain_of,
@@ -81,8 +83,8 @@ class MeshAxis:
                 f"Give None as the layout of an input that stays as it is"
             )
         refuse_torch_dtensor(value, what)
-        if isinstance(value, RankPart):
-            self._check_cut(value._cut, value.dim(), layout, what)
+        if isinstance(value, RankPart) and (cut := cut_of(value)) is not None:
+            self._check_cut(cut, value.dim(), layout, what)
         value = plain_of(value)
         if isinstance(value, DTensor):
             if value.device_mesh != self.mesh:
@@ -138,7 +140,7 @@ class MeshAxis:
         """
         local = tensor.to_local()
         note_output(tensor, local)
-        spec = tensor._spec
+        spec = layout_of(tensor)
         if spec.is_replicated or not spec.takes_part or not self._follows(local):
             return local
         axes = [a for a, placement in enumerate(spec.placements) if not placement.is_replicate()]
@@ -182,7 +184,7 @@ class MeshAxis:
 
     def move(self, tensor: DTensor, layout: Placement) -> DTensor:
         """The tensor with this layout along the axis. Collective where something moves."""
-        spec = tensor._spec
+        spec = layout_of(tensor)
         placements = list(spec.placements)
         placements[self.number] = layout
         target = spec.with_placements(placements, spec.order)
