@@ -23,7 +23,7 @@ LATE_NAMES: Final = {
     ("dtensor", "to_dtensor"): ("tilework.interop", "to_dtensor"),
     ("dtensor", "to_sharded"): ("tilework.interop", "to_sharded"),
     ("dtensor", "capture"): ("tilework.capture.step", "capture"),
-    ("dtensor", "compiled_function"): ("tilework.capture.modules", "compiled_function"),
+    ("dtensor", "compile_model"): ("tilework.capture.compile_entry", "compile_model"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tilework.dtensor import compiler_disable, optimizers, rules, tracing
+from tilework.dtensor import optimizers, rules, tracing, untraced
 from tilework.dtensor.autograd import function_inputs, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
@@ -81,7 +81,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, compiler_disable, distributions, foreach, function_inputs, optimizers, rules, tracing
+del call, distributions, foreach, function_inputs, optimizers, rules, tracing, untraced
 del tensor_attributes, torch_backward
 
 

@@ -31,3 +31,4 @@ from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import empty_local, wrap
 from tilework.dtensor.torch_counts import is_shown_elsewhere
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
+from tilework.dtensor.untraced import NOT_TRACED

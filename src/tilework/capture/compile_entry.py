@@ -9,53 +9,40 @@ cannot be recorded runs as it is, with one warning.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from tilework.comm.operations.internal import leave_function
-from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.construction.distribute import distribute_tensor
-from tilework.dtensor.module import distribute_module
-from tilework.dtensor.tensor import DTensor
+from tilework.capture.modules import compiled_function
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import NOT_TRACED
 from tilework.errors import CaptureError
-from tilework.late_names import late_name
-
-_REASON = (
-    "operators on DTensors are not traced, since they communicate; "
-    'tilework.dtensor.capture(step, backend="inductor") compiles a whole step with DTensors, and '
-    "local_map or to_local() let you compile what is done with local tensors"
-)
-
-_METHODS = (*vars(DTensorBase).values(), *vars(DTensor).values())
-for _member in (*_METHODS, distribute_tensor, distribute_module):
-    _function = inspect.unwrap(getattr(_member, "__func__", getattr(_member, "fget", _member)))
-    if inspect.isfunction(_function):
-        leave_function(_function, _REASON)
 
 
-def _leaving_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of ``torch.compile`` that records functions with DTensors instead of Dynamo."""
+def compile_model(
+    original: Callable[..., Any], model: Any = None, *, fullgraph: bool = False, **settings: Any
+) -> Any:
+    """``torch.compile``, but functions with DTensors are recorded instead of traced. Local.
 
-    @functools.wraps(original)
-    def compile(model: Any = None, *, fullgraph: bool = False, **settings: Any) -> Any:
-        if model is None:
-            return lambda model: compile(model, fullgraph=fullgraph, **settings)
-        compiled = original(model, fullgraph=fullgraph, **settings)
-        if compiled is model:  # torch.compile is disabled
-            return compiled
-        backend = settings.get("backend") or "inductor"
-        backend = backend if backend == "inductor" else "python"
-        if isinstance(compiled, nn.Module):
-            compiled.forward = _chosen(model, compiled.forward, backend, fullgraph)
-            return compiled
-        return functools.wraps(compiled)(_chosen(model, compiled, backend, fullgraph))
-
-    return compile
+    Args:
+        original: torch's function.
+        model: The function or module; None: return a decorator.
+        fullgraph: Raise if the function cannot be recorded.
+        settings: The other arguments of ``torch.compile``.
+    """
+    if model is None:
+        return lambda model: compile_model(original, model, fullgraph=fullgraph, **settings)
+    compiled = original(model, fullgraph=fullgraph, **settings)
+    if compiled is model:  # torch.compile is disabled
+        return compiled
+    backend = settings.get("backend") or "inductor"
+    backend = backend if backend == "inductor" else "python"
+    if isinstance(compiled, nn.Module):
+        compiled.forward = _chosen(model, compiled.forward, backend, fullgraph)
+        return compiled
+    return functools.wraps(compiled)(_chosen(model, compiled, backend, fullgraph))
 
 
 def _chosen(
@@ -82,11 +69,11 @@ def _chosen(
             try:
                 return compiled(*args, **kwargs)
             except RuntimeError as error:
-                if not (fullgraph and _REASON in str(error)):
+                if not (fullgraph and NOT_TRACED in str(error)):
                     raise
                 has_some = True  # Dynamo met a DTensor; with no graph breaks nothing has run yet
         if recorded is None:
-            recorded = late_name("dtensor", "compiled_function")(model, backend)
+            recorded = compiled_function(model, backend)
         try:
             return recorded(*args, **kwargs)
         except CaptureError as error:
@@ -106,14 +93,11 @@ def _chosen(
 def _computes_with_dtensors(module: nn.Module) -> bool:
     """True if a parameter of a module, as attribute access returns it, is a DTensor."""
     return any(
-        isinstance(getattr(each, name), DTensorBase)
+        isinstance(getattr(each, name), DTensor)
         for each in module.modules()
         for name in each._parameters
     )
 
 
 def _are_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(each, DTensorBase) for each in (*args, *kwargs.values()))
-
-
-torch.compile = _leaving_dtensors(torch.compile)
+    return any(isinstance(each, DTensor) for each in (*args, *kwargs.values()))
