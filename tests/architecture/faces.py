@@ -33,7 +33,7 @@ FACES: Final[dict[str, tuple[str, ...]]] = {
     "rpc": ("",),
     "sharded": ("", "internal"),
     "dtensor": ("", "internal"),
-    "checkpoint": ("command",),
+    "checkpoint": ("", "command"),
     "parallel": ("data_parallel.ddp", "fully_sharded.module", "fully_sharded.unit"),
     "testing": ("",),
     "launch": ("command",),

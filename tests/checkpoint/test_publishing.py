@@ -21,6 +21,7 @@ from tilework import checkpoint
 from tilework.checkpoint import PieceOf
 from tilework.errors import CheckpointError
 from tilework.mesh import init_device_mesh
+from tilework.models import torch_state_dict
 from tilework.parallel import (
     ColwiseParallel,
     DistributedDataParallel,
@@ -29,7 +30,6 @@ from tilework.parallel import (
     parallelize_module,
 )
 from tilework.testing import run_ranks
-from tilework.models import torch_state_dict
 
 PLAN = {
     "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),

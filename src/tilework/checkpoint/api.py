@@ -19,6 +19,7 @@ from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, prepare_save, write_and_commit
+from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.torch_order import loading_names, saving_names
 from tilework.comm.world import AnyGroup
@@ -30,7 +31,7 @@ _DEFAULT = SaveOptions()
 @saving_names
 def save(
     state: Any,
-    path: AnyPath,
+    path: AnyPath | Storage,
     options: SaveOptions = _DEFAULT,
     *,
     group: AnyGroup = None,
@@ -46,8 +47,8 @@ def save(
             ``load_state_dict``: modules, optimizers, schedulers, :class:`RandomState`. A plain
             value or tensor that differs between ranks is saved for each rank. Nothing else may
             change the state during the call.
-        path: A folder that all ranks see, or a URL for fsspec. An existing checkpoint stays intact
-            until the new checkpoint is complete and replaces it.
+        path: A folder that all ranks see, a URL for fsspec, or a :class:`Storage`. An existing
+            checkpoint stays intact until the new checkpoint is complete and replaces it.
         options: Additions to the index, and whether to replace an existing checkpoint.
         group: The ranks that save; None: all, or this process if there is no group.
 
@@ -76,7 +77,7 @@ def save(
 @saving_names
 def async_save(
     state: Any,
-    path: AnyPath,
+    path: AnyPath | Storage,
     options: SaveOptions = _DEFAULT,
     *,
     group: AnyGroup = None,
@@ -118,7 +119,7 @@ def async_save(
 
 @loading_names
 def load(
-    path: AnyPath,
+    path: AnyPath | Storage,
     into: Any,
     *,
     names: Names = None,
@@ -175,7 +176,7 @@ def load(
 
 
 @checkpoint_errors()
-def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
+def read(path: AnyPath | Storage, names: Names = None, *, verify: bool = True) -> Any:
     """The state of a checkpoint, in plain containers and full tensors on the CPU. Local.
 
     For inspection and inference: it needs neither ranks nor the saved objects, whose states are
@@ -203,7 +204,7 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
 
 
 @checkpoint_errors()
-def index_of(path: AnyPath) -> Index:
+def index_of(path: AnyPath | Storage) -> Index:
     """The index of a checkpoint: tensors, boxes, files and checksums. Local.
 
     Raises:

@@ -29,7 +29,7 @@ class CheckpointManager:
     """The checkpoints of one run, in one folder: ``step-00000100`` and so on.
 
     Args:
-        folder: A folder that all ranks see, or a URL. It is made by the first save.
+        folder: A folder that all ranks see, a URL, or a :class:`Storage`. The first save makes it.
         keep: The number of latest checkpoints to keep; None: all.
         every: The interval of steps for which :meth:`should_save` is true; None: every step.
         best: A metric: the best checkpoint by it is kept as well. The lowest value is the best;
@@ -57,7 +57,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: AnyPath,
+        folder: AnyPath | Storage,
         *,
         keep: int | None = None,
         every: int | None = None,
@@ -82,7 +82,7 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> str:
         """The folder of a step's checkpoint, whether it exists or not."""
-        return self._storage.where(f"step-{step:08}")
+        return self._storage.where(_name(step))
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint, and remove those that should not be kept. Collective.
@@ -112,7 +112,7 @@ class CheckpointManager:
         self._first_does(ranks, self._clean)
         listed = {name: encode_value(number, name) for name, number in numbers.items()}
         options = SaveOptions(meta={"step": step, "metrics": listed})
-        path = self.path_of(step)
+        path = self._storage.inner(_name(step))
         self._last = step
         if self._asynchronous:
             async_save(state, path, options, group=self._group)
@@ -172,7 +172,7 @@ class CheckpointManager:
         if latest is None:
             return None
         self.report = load(
-            self.path_of(latest),
+            self._storage.inner(_name(latest)),
             into,
             names=names,
             map_names=map_names,
@@ -228,7 +228,11 @@ class CheckpointManager:
         best = self._best_of(kept) if self.best is not None else None
         for each in kept[: -self.keep]:
             if each != best and each.step != self._last:
-                _remove(self._storage.inner(f"step-{each.step:08}"), lambda names: True)
+                _remove(self._storage.inner(_name(each.step)), lambda names: True)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08}"
 
 
 def _checked_step(step: int) -> int:

@@ -11,14 +11,16 @@ from tilework.checkpoint.url_storage import UrlStorage
 AnyPath = str | os.PathLike[str]
 
 
-def storage_at(path: AnyPath) -> Storage:
-    """The storage that a path names: a folder, or a URL.
+def storage_at(path: AnyPath | Storage) -> Storage:
+    """The storage that a path names, a folder or a URL; or the storage that is given.
 
     Raises:
         ValueError: The path is empty, as from an unset variable; or it is a ``file://`` URL that
             names a host.
         TypeError: It is not a path.
     """
+    if isinstance(path, Storage):
+        return path
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"the path of a checkpoint must be a str or a Path, got {type(path).__name__}: the "

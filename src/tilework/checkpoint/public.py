@@ -12,6 +12,7 @@ from tilework.checkpoint.publishing import save_pretrained
 from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show
 from tilework.checkpoint.stateful import Stateful
+from tilework.checkpoint.storage import FileReader, FileWriter, Storage
 from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError
 
@@ -20,6 +21,8 @@ __all__ = [
     "CheckpointManager",
     "ConvertOptions",
     "Difference",
+    "FileReader",
+    "FileWriter",
     "KeptCheckpoint",
     "LoadReport",
     "PendingSave",
@@ -27,6 +30,7 @@ __all__ = [
     "RandomState",
     "SaveOptions",
     "Stateful",
+    "Storage",
     "async_save",
     "convert",
     "diff",

@@ -89,7 +89,12 @@ class FileReader(ABC):
 
 
 class Storage(ABC):
-    """A folder of files. Each name is the plain name of a file directly in the folder."""
+    """A folder of files. Each name is the plain name of a file directly in the folder.
+
+    Functions of checkpoints take a storage in place of a path. A subclass is complete when it
+    passes ``tilework.testing.storages.StorageContract``. Ranks call methods at the same time, each
+    on an object of its own or on a shared object.
+    """
 
     location: str
     #: True if other processes of this machine see written files.
@@ -115,7 +120,7 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of the files in the folder; empty if there is no folder."""
+        """The names of files and folders directly in it, sorted; empty if there is no folder."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -160,6 +165,9 @@ class Storage(ABC):
             return bytes(memory[:got])
         finally:
             reader.close()
+
+    def __str__(self) -> str:
+        return self.location
 
     def where(self, name: str) -> str:
         """A file's full name, for messages."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from tilework.checkpoint.storage import Storage
 from tilework.comm.per_call.internal import ATTRIBUTE, torch_names
 from tilework.comm.world import is_initialized
 
@@ -45,9 +46,9 @@ def loading_names(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def load(*args: Any, **kwargs: Any) -> Any:
-        if args and not isinstance(args[0], str | os.PathLike) and "into" not in kwargs:
+        if args and not isinstance(args[0], str | os.PathLike | Storage) and "into" not in kwargs:
             state, *rest = args
-            if rest and isinstance(rest[0], str | os.PathLike):
+            if rest and isinstance(rest[0], str | os.PathLike | Storage):
                 args = (rest[0], state, *rest[1:])
             elif not rest and not {"path", "checkpoint_id"}.isdisjoint(kwargs):
                 args, kwargs = (), {**kwargs, "into": state}
