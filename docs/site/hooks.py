@@ -36,7 +36,7 @@ BESIDE = {
 #: The page that lists the package's modules, with links to their text.
 SOURCE_PLACE = "source.md"
 #: Folders of pages that the navigation lists whole.
-LISTED = {"Algorithms": "algorithms", "Decisions": "decisions"}
+LISTED = {"Algorithms": "algorithms", "Decisions": "decisions", "Packages": "architecture"}
 #: The site's first page.
 HOME_PLACE = "README.md"
 #: How search ranks pages: what to do before what was decided.
@@ -107,7 +107,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     }
     for title, folder in LISTED.items():
         pages = sorted((ROOT / "docs" / folder).glob("*.md"))
-        filled[title] = [f"{folder}/{page.name}" for page in pages]
+        filled[title] = [f"{folder}/{page.name}" for page in pages if page.stem != "README"]
 
     def fill(entries: list[Any]) -> None:
         for entry in entries:
