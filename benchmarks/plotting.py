@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from tilework.tiled import svg
+from tilework.show import svg
 
 _COLOURS = ("#14b8a6", "#f59e0b", "#60a5fa", "#f472b6", "#a78bfa", "#9ca3af", "#84cc16")
 _LEFT, _WIDTH, _RIGHT, _BAR, _GAP = 250, 520, 80, 12, 8

@@ -39,6 +39,7 @@ PRONOUNS = {
     "rendezvous": (0, 10),
     "rpc": (1, 28),
     "sharded": (28, 24),
+    "show": (0, 2),
     "store": (6, 38),
     "testing": (16, 7),
     "tiled": (8, 21),

@@ -113,7 +113,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "dtensor/autograd/partial_grads.py": ("dtensor/autograd/test_gradients.py",),
     "dtensor/construction/creation.py": ("dtensor/random/test_generator.py",),
     "dtensor/construction/distribute.py": ("dtensor/test_api.py",),
-    "dtensor/debug/event_log.py": ("dtensor/debug/test_causes.py", "dtensor/test_like_torch.py"),
     # Every operator runs through these.
     "dtensor/dispatch/call_key.py": ("dtensor/dispatch/test_call.py", "dtensor/test_verify.py"),
     "dtensor/dispatch/finishing.py": ("dtensor/dispatch/test_call.py",),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tilework.tiled import svg
+from tilework.show import svg
 
 ROOT = Path(__file__).parents[2]
 README, STEPS = ROOT / "README.md", ROOT / "docs/how-to/make-a-step-fast.md"

@@ -12,6 +12,7 @@ from tests.architecture.imports import FILES, ROOT, all_imports, layer_of, modul
 #: package that is missing here if the package is one file.
 FACES: Final[dict[str, tuple[str, ...]]] = {
     "layout": ("", "internal"),
+    "show": ("",),
     "store": ("", "internal", "torch_bridge"),
     "rendezvous": ("", "internal"),
     "comm": (
@@ -28,7 +29,7 @@ FACES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "mesh": ("", "internal"),
     "distributed": ("",),
-    "tiled": ("", "rules", "svg"),
+    "tiled": ("", "rules"),
     "models": ("",),
     "rpc": ("",),
     "sharded": ("", "internal"),
@@ -47,7 +48,7 @@ LISTS: Final = [
         for each in inner
         if each.endswith(("internal", "machine"))
     ),
-    *(f"tilework.{package}" for package in ("tiled", "models")),
+    *(f"tilework.{package}" for package in ("tiled", "models", "show")),
 ]
 
 

@@ -21,6 +21,7 @@ LAYERS = (
     "from_torch",
     "cores",
     "layout",
+    "show",
     "store",
     "rendezvous",
     "comm",

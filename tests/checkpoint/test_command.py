@@ -49,8 +49,8 @@ def test_show_of_the_checkpoints_of_a_run(
         manager.save(step, {"w": torch.ones(4)}, {"loss": loss})
     assert run("show", tmp_path) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "step 10 16 B loss 0.3 (lowest)" in lines
-    assert "step 20 16 B loss 0.5, latest" in lines
+    assert "10 16 B loss 0.3 (lowest)" in lines
+    assert "20 16 B loss 0.5, latest" in lines
 
 
 def test_show_does_without_torch(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_show_does_without_torch(tmp_path: Path) -> None:
 def test_indices_and_runs_are_shown_in_notebooks(saved: Path, tmp_path: Path) -> None:
     index = checkpoint.index_of(saved)
     assert repr(index).startswith("Index(2 tensors, ")
-    assert "<b>tensor  dtype" in index._repr_html_()
+    assert "<b>tensor  </b><b>dtype" in index._repr_html_()
     assert "background:" in index._repr_html_()
     manager = checkpoint.CheckpointManager(tmp_path / "run")
     assert "0 checkpoints" in manager._repr_html_()

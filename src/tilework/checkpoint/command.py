@@ -15,7 +15,7 @@ from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.save_planning import FILE_BYTES
 from tilework.checkpoint.showing import show
 from tilework.errors import CheckpointError
-from tilework.tiled import printable
+from tilework.show import printable
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

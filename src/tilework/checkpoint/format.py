@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilework.checkpoint.picture import checkpoint_lines, summary
+from tilework.checkpoint.picture import checkpoint_parts, summary
 from tilework.checkpoint.saved import SavedFile, SavedTensor
-from tilework.tiled import WIDTH, lines_html
+from tilework.show import Page
 
 #: The name of the index file: a folder with an index is a checkpoint.
 INDEX_NAME = "index.json"
@@ -68,7 +68,7 @@ class Index:
 
     def _repr_html_(self) -> str:
         tensors = list(self.tensors.values())
-        return lines_html(checkpoint_lines(str(self), self.meta, tensors, WIDTH))
+        return Page(*checkpoint_parts(str(self), self.meta, tensors)).html()
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from tilework.checkpoint.picture import bytes_of
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.values import decode_value
 from tilework.errors import CheckpointError
-from tilework.tiled import StyledLine, bytes_text
+from tilework.show import Page, TextTable, bytes_text, count_text
 
 #: Names of the folders: 8 digits with leading zeros, or more digits.
 FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
@@ -85,23 +85,21 @@ def _metrics_of(index: Index) -> dict[str, float]:
     return found
 
 
-def run_lines(kept: Sequence[KeptCheckpoint]) -> Iterator[StyledLine]:
-    """A line for each checkpoint, with size and metrics; each metric's lowest value is marked."""
-    yield [(f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} of a run", "bold")]
+def run_page(kept: Sequence[KeptCheckpoint]) -> Page:
+    """A row for each checkpoint, with size and metrics; each metric's lowest value is marked."""
+    headline = (f"{count_text(len(kept), 'checkpoint')} of a run", "bold")
     if not kept:
-        return
-    yield []
+        return Page(headline)
     lowest = {
         name: min(each.metrics[name] for each in kept if name in each.metrics)
         for name in {name for each in kept for name in each.metrics}
     }
+    rows = []
     for each in kept:
-        metrics = [
-            f"{name} {value:g}{' (lowest)' if value == lowest[name] else ''}"
+        notes = [
+            f"{name} {value:g}{' (lowest)' * (value == lowest[name])}"
             for name, value in sorted(each.metrics.items())
-        ]
-        notes = [*metrics, "latest"] if each is kept[-1] else metrics
-        size = bytes_text(each.nbytes).rjust(10)
-        yield [(f"step {each.step:>8}  {size}  {', '.join(notes)}".rstrip(), "")]
-    yield []
-    yield [(f"to see one: tilework checkpoint show {kept[-1].path}", "")]
+        ] + ["latest"] * (each is kept[-1])
+        rows.append((str(each.step), bytes_text(each.nbytes), ", ".join(notes)))
+    more = f"to see one: tilework checkpoint show {kept[-1].path}"
+    return Page(headline, "", TextTable(("step", "bytes", "metrics"), rows, {0, 1}), "", more)

@@ -13,7 +13,7 @@ from tilework.checkpoint.asynchronous import finish_pending
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_file import is_ours
-from tilework.checkpoint.kept import FOLDER, KeptCheckpoint, kept_in, run_lines
+from tilework.checkpoint.kept import FOLDER, KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.ranks import Ranks
@@ -22,7 +22,6 @@ from tilework.checkpoint.storage import LOCK_NAME, Storage
 from tilework.checkpoint.values import encode_value
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
-from tilework.tiled import lines_html
 
 
 class CheckpointManager:
@@ -182,7 +181,7 @@ class CheckpointManager:
         return latest
 
     def _repr_html_(self) -> str:
-        return lines_html(run_lines(self.all()))
+        return run_page(self.all()).html()
 
     # -- existing checkpoints -------------------------------------------------------------------
 

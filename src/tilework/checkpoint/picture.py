@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in styled lines: a table, and a picture of each layout."""
+"""The tensors of a checkpoint as parts of a page: a table, and a picture of each layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tilework.checkpoint.saved import SavedTensor
-from tilework.tiled import COLOURS, PictureSize, StyledLine, bytes_text, coloured_picture, draw
+from tilework.show import Picture, Styled, TextTable, bytes_text, colour, count_text
 
 #: The maximum of tensors and of layouts to show without names.
 LISTED, DRAWN = 200, 4
@@ -23,13 +23,10 @@ def summary(tensors: Iterable[SavedTensor], files: int, ranks: int) -> str:
         '0 tensors, 0 B in 0 files, saved by 1 rank'
     """
     tensors = list(tensors)
-
-    def count(number: int, what: str) -> str:
-        return f"{number:,} {what}{'s' * (number != 1)}"
-
+    size = bytes_text(bytes_of(tensors))
     return (
-        f"{count(len(tensors), 'tensor')}, {bytes_text(bytes_of(tensors))} in "
-        f"{count(files, 'file')}, saved by {count(ranks, 'rank')}"
+        f"{count_text(len(tensors), 'tensor')}, {size} in {count_text(files, 'file')}, "
+        f"saved by {count_text(ranks, 'rank')}"
     )
 
 
@@ -39,31 +36,23 @@ def bytes_of(tensors: Iterable[SavedTensor]) -> int:
     return sum(parts.values())
 
 
-def checkpoint_lines(
+def checkpoint_parts(
     headline: str,
     meta: Mapping[str, Any],
     tensors: Sequence[SavedTensor],
-    width: int,
     most_listed: int = LISTED,
     most_drawn: int = DRAWN,
-) -> Iterator[StyledLine]:
+) -> Iterator[str | Styled | Picture | TextTable]:
     """The headline, the program's additions, a row for each tensor, and pictures of layouts."""
-    yield [(headline, "bold")]
+    yield headline, "bold"
     if meta:
-        yield [(f"meta: {dict(meta)}", "")]
-    yield []
-    listed = tensors[:most_listed]
-    rows = [("tensor", "dtype", "shape", "bytes", "parts", "checksum"), *map(_row, listed)]
-    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        words = [
-            word.rjust(size) if at in (3, 4) else word.ljust(size)
-            for at, (word, size) in enumerate(zip(row, columns, strict=True))
-        ]
-        yield [("  ".join(words).rstrip(), "bold" if number == 0 else "")]
-    if len(tensors) > len(listed):
-        yield [(f"… and {len(tensors) - len(listed):,} more: name them to see them", "")]
-    yield from _pictures(tensors, most_drawn, width)
+        yield f"meta: {dict(meta)}"
+    yield ""
+    titles = ("tensor", "dtype", "shape", "bytes", "parts", "checksum")
+    yield TextTable(titles, [*map(_row, tensors[:most_listed])], {3, 4})
+    if len(tensors) > most_listed:
+        yield f"… and {len(tensors) - most_listed:,} more: name them to see them"
+    yield from _pictures(tensors, most_drawn)
 
 
 def _row(tensor: SavedTensor) -> tuple[str, ...]:
@@ -88,16 +77,11 @@ def checksum(tensor: SavedTensor) -> str:
     return f"{zlib.crc32(sums):08x}"
 
 
-def _pictures(tensors: Sequence[SavedTensor], most: int, width: int) -> Iterable[StyledLine]:
-    """Pictures of the ways in which tensors are cut into parts, as lines of text.
+def _pictures(tensors: Sequence[SavedTensor], most: int) -> Iterator[str | Styled | Picture]:
+    """At most ``most`` pictures of the ways in which tensors are cut into parts.
 
     Tensors with the same shape and parts share a picture. The line above it has the first tensor's
     name and the number of the others. A tensor in one part has no picture.
-
-    Args:
-        tensors: The tensors of a checkpoint.
-        most: The largest number of pictures; a line counts the layouts that are left out.
-        width: The width of a line, in characters.
     """
     layouts: dict[tuple[object, ...], list[SavedTensor]] = {}
     for tensor in tensors:
@@ -108,26 +92,18 @@ def _pictures(tensors: Sequence[SavedTensor], most: int, width: int) -> Iterable
         first = alike[0]
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         writers = [_writer(part.file) for part in first.parts]
-        yield []
-        yield [(f"{first.name}{more}: {list(first.shape)}", "bold")]
+        yield ""
+        yield f"{first.name}{more}: {list(first.shape)}", "bold"
         if first.layout:
-            yield [(first.layout, "")]
-        lines = draw(
-            first.shape,
-            [part.box for part in first.parts],
-            [[f"rank {writer}", writer] for writer in writers],
-            PictureSize(width, 14, 12, 4),
-        )
-        yield from coloured_picture(lines, lambda at, w=writers: _colour(w[at]))  # type: ignore[misc]
+            yield first.layout
+        labels = [[f"rank {writer}", writer] for writer in writers]
+        colours = [colour(int(writer) if writer.isdecimal() else 0) for writer in writers]
+        yield Picture(first.shape, [part.box for part in first.parts], labels, colours)
     if len(layouts) > most:
-        yield []
-        yield [(f"… and {len(layouts) - most} more layouts: name tensors to see theirs", "")]
+        yield ""
+        yield f"… and {len(layouts) - most} more layouts: name tensors to see theirs"
 
 
 def _writer(file: str) -> str:
     match = _RANK.search(file)
     return match[1] if match else "?"
-
-
-def _colour(writer: str) -> str:
-    return COLOURS[int(writer) % len(COLOURS)] if writer.isdecimal() else COLOURS[0]

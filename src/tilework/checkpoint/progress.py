@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from tilework.tiled import bytes_text
+from tilework.show import bytes_text
 
 #: The time below which nothing is shown.
 _QUIET_SECONDS = 1.0

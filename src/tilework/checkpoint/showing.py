@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from tilework.checkpoint.flat_state import FlatState, FlatValue, PerRank, dotted
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.index_file import read_index, saved_state
-from tilework.checkpoint.kept import KeptCheckpoint, kept_in, run_lines
+from tilework.checkpoint.kept import KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.picture import DRAWN, LISTED, checkpoint_lines
+from tilework.checkpoint.picture import DRAWN, LISTED, checkpoint_parts
 from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.safetensors_index import safetensors_index
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.values import value_text
-from tilework.tiled import StyledLine, print_styled
+from tilework.show import Page, Styled
 
 
 @checkpoint_errors()
@@ -46,7 +46,7 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     if found and INDEX_NAME not in found:
         kept = [each for each in kept_in(storage) if isinstance(each, KeptCheckpoint)]
         if kept:
-            print_styled(lambda width: run_lines(kept), rows=True)
+            run_page(kept).print()
             return
     is_foreign = INDEX_NAME not in found and (
         str(path).endswith(".safetensors") or any(n.endswith(".safetensors") for n in found)
@@ -57,12 +57,8 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     tensors = [t for t in index.tensors.values() if patterns.match(t.name)]
     patterns.check()
     most = (len(tensors), len(tensors)) if names else (LISTED, DRAWN)
-
-    def render(width: int) -> list[StyledLine]:
-        listed = checkpoint_lines(str(index), index.meta, tensors, width, *most)
-        return [*listed, *_values(state)]
-
-    print_styled(render, rows=True)
+    listed = checkpoint_parts(str(index), index.meta, tensors, *most)
+    Page(*listed, *_values(state)).print()
 
 
 def _names_at(storage: Storage) -> list[str]:
@@ -71,20 +67,20 @@ def _names_at(storage: Storage) -> list[str]:
     return []
 
 
-def _values(state: FlatState) -> Iterable[StyledLine]:
+def _values(state: FlatState) -> Iterator[str | Styled]:
     values = [
         (dotted(path), leaf)
         for path, leaf in state.leaves.items()
         if isinstance(leaf, FlatValue | PerRank)
     ]
     if values:
-        yield []
-        yield [("values", "bold")]
+        yield ""
+        yield "values", "bold"
     for name, leaf in values[:LISTED]:
         text = f"{len(leaf.variants)} variants" if isinstance(leaf, PerRank) else _value(leaf)
-        yield [(f"{name} = {text if len(text) <= 60 else text[:57] + '…'}", "")]
+        yield f"{name} = {text if len(text) <= 60 else text[:57] + '…'}"
     if len(values) > LISTED:
-        yield [(f"… and {len(values) - LISTED:,} more", "")]
+        yield f"… and {len(values) - LISTED:,} more"
 
 
 def _value(leaf: FlatValue) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tilework.dtensor.debug.picture import layout_lines
+from tilework.dtensor.debug.picture import layout_page
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
-from tilework.tiled import print_styled
 
 
 def show(tensor: DTensor) -> None:
@@ -33,4 +32,4 @@ def show(tensor: DTensor) -> None:
     refuse_torch_dtensor(tensor, "show()")
     if not isinstance(tensor, DTensor):
         raise TypeError(f"show() takes a DTensor, got {type(tensor).__name__}")
-    print_styled(lambda width: layout_lines(tensor, width))
+    layout_page(tensor).print()

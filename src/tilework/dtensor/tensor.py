@@ -17,7 +17,7 @@ from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import DTensorBase, Memory, data_of, is_moved, memory_of, wrap_as
 from tilework.dtensor.debug import causes
 from tilework.dtensor.debug.formatting import headline
-from tilework.dtensor.debug.picture import layout_lines
+from tilework.dtensor.debug.picture import layout_page
 from tilework.dtensor.from_local import (
     check_local_tensor,
     checked_shape,
@@ -50,7 +50,7 @@ from tilework.layout import Placement, Replicate
 from tilework.layout.internal import native_placement, placements_in
 from tilework.mesh import DeviceMesh
 from tilework.mesh.internal import mesh_or_current
-from tilework.tiled import WIDTH, is_called_within, lines_html, torch_arguments
+from tilework.tiled import is_called_within, torch_arguments
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -478,7 +478,7 @@ class DTensor(DTensorBase):
         return headline(self)
 
     def _repr_html_(self) -> str:
-        return lines_html(layout_lines(self, WIDTH))
+        return layout_page(self).html()
 
     def __copy__(self) -> DTensor:
         """A leaf of the same memory. torch counts writes to the leaf apart from writes to this."""

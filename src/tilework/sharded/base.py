@@ -15,13 +15,12 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
 from tilework.layout import Box, Tiling
 from tilework.sharded import checks
-from tilework.sharded.formatting import Overview, as_text, headline, overview
+from tilework.sharded.formatting import Overview, headline, overview, overview_page
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
-from tilework.sharded.picture import overview_lines
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.torch_names import TorchShardedNames
-from tilework.tiled import WIDTH, TiledTensor, lines_html, torch_arguments
+from tilework.tiled import TiledTensor, torch_arguments
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
@@ -168,10 +167,10 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return f"{type(self).__name__}({headline(view)})"
 
     def __str__(self) -> str:
-        return as_text(self._overview())
+        return str(overview_page(self._overview()))
 
     def _repr_html_(self) -> str:
-        return lines_html(overview_lines(self._overview(), WIDTH))
+        return overview_page(self._overview()).html()
 
     def _overview(self) -> Overview:
         """The overview for print(): the owners of shards, and the group's ranks without shards."""

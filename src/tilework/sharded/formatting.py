@@ -1,4 +1,4 @@
-"""Owners of a sharded tensor's shards: a line for repr(), a text with a picture for print()."""
+"""Owners of a sharded tensor's shards: a line for repr(), pages for print() and show()."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import groupby
 
 from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
-from tilework.tiled import COLOURS, Line, PictureSize, bytes_text, draw
+from tilework.show import Bar, Page, Picture, Styled, TextTable, bytes_text, colour, count_text
 
-#: The size for print(), which does not know the terminal.
-_PLAIN = PictureSize(width=64, height=9, rows=6, slices=2)
+#: Up to this number each owner has a row; else equal neighbours share a row.
+_LISTED = 16
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,6 @@ class ShardOwner:
     devices: tuple[str, ...]
     shards: tuple[ShardMetadata, ...]
     n_bytes: int
-
-    @property
-    def place(self) -> str:
-        """The owner's name and devices."""
-        return f"{self.name}/{'+'.join(self.devices)}" if self.devices else self.name
 
     @property
     def device_types(self) -> set[str]:
@@ -59,22 +54,6 @@ class Overview:
     metadata: ShardedTensorMetadata
     #: The owners of shards, ranks first and ascending. Ranks of the group without shards follow.
     owners: tuple[ShardOwner, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the full tensor."""
-        return math.prod(self.metadata.size) * self.metadata.tensor_properties.dtype.itemsize
-
-    def colour_of(self, shard: ShardMetadata) -> str:
-        """The name of the colour in which the shard's owner is shown; owners take turns."""
-        names = [owner.name for owner in self.owners]
-        return COLOURS[names.index(_owner_name(shard)) % len(COLOURS)]
-
-    def picture(self, size: PictureSize) -> list[Line]:
-        """The shards, as lines of text."""
-        shards = self.metadata.shards_metadata
-        labels = [(str(s.placement or "?"), _owner_name(s).removeprefix("rank:")) for s in shards]
-        return draw(self.metadata.size, [shard.box for shard in shards], labels, size)
 
 
 def overview(
@@ -124,22 +103,69 @@ def headline(view: Overview) -> str:
     """
     properties, n = view.metadata.tensor_properties, len(view.metadata.shards_metadata)
     dtype = str(properties.dtype).removeprefix("torch.")
-    shards = f"shard{'s' * (n != 1)}"
+    shards = count_text(n, "shard")
     if isinstance(view.spec, ChunkShardingSpec):
-        shards = f"chunk{'s' * (n != 1)} along dim {view.spec.dim % len(view.metadata.size)}"
+        shards = f"{count_text(n, 'chunk')} along dim {view.spec.dim % len(view.metadata.size)}"
     holders = [owner for owner in view.owners if owner.shards]
     devices = set[str]().union(*(owner.device_types for owner in holders)) - {"cpu"}
     on = f" ({', '.join(sorted(devices))})" if devices else ""
     gradient = ", requires_grad" if properties.requires_grad else ""
     what = f"{view.name}{dtype}{list(view.metadata.size)}"
-    return f"{what} in {n} {shards} on {owner_names(holders)}{on}{gradient}"
+    return f"{what} in {shards} on {owner_names(holders)}{on}{gradient}"
 
 
-def as_text(view: Overview) -> str:
-    """The headline, the picture, and the bytes of the ranks. Shown by print()."""
-    picture = ["".join(text for text, _ in line) for line in view.picture(_PLAIN)]
-    total = f"{bytes_text(view.total_bytes)}: {_loads(view)}"
-    return "\n".join([headline(view), *picture, total])
+def overview_page(view: Overview) -> Page:
+    """The headline, the picture, and a table of each owner's shards. Local."""
+    shards, owners = view.metadata.shards_metadata, view.owners
+    nbytes = math.prod(view.metadata.size) * view.metadata.tensor_properties.dtype.itemsize
+    colours = {owner.name: colour(number) for number, owner in enumerate(owners)}
+    boxes = [shard.box for shard in shards]
+    labels = [(str(s.placement or "?"), _owner_name(s).removeprefix("rank:")) for s in shards]
+    fills = [colours[_owner_name(shard)] for shard in shards]
+    picture = Picture(view.metadata.size, boxes, labels, fills)
+    most = max((owner.n_bytes for owner in owners), default=0) or 1
+    rows: list[list[str | Styled | Bar]] = []
+    for row in _rows(owners):
+        style = colours[row[0].name] if row[0].shards and len(row) == 1 else ""
+        bar = Bar(max(owner.n_bytes for owner in row) / most, style)
+        rows.append([("██" * bool(style), style), *_words(row, nbytes or 1), bar])
+    share = f"{bool(nbytes):.1%}"
+    totals = ["", "all", count_text(len(shards), "shard"), bytes_text(nbytes), share, ""]
+    rows.append([(word, "bold") for word in totals])
+    table = TextTable(("", "who", "shards", "bytes", "share", ""), rows, {3, 4}, (4, 2))
+    return Page((headline(view), "bold"), "", picture, "", table)
+
+
+def _rows(owners: Sequence[ShardOwner]) -> list[list[ShardOwner]]:
+    """The owners of each row: one, or several neighbours with equal shares if there are many."""
+    if len(owners) <= _LISTED:
+        return [[owner] for owner in owners]
+    runs = groupby(owners, key=lambda owner: (owner.device_types, owner.sizes))
+    rows = [list(run) for _, run in runs]
+    rest = [owner for row in rows[_LISTED - 1 :] for owner in row]
+    return rows if len(rows) <= _LISTED else [*rows[: _LISTED - 1], rest]
+
+
+def _words(row: Sequence[ShardOwner], total_bytes: int) -> tuple[str, ...]:
+    """The cells of a row of the table: owners, shards, bytes, and share of all bytes."""
+    first, loads = row[0], sorted(owner.n_bytes for owner in row)
+    if len(row) == 1:
+        share = f"{first.n_bytes / total_bytes:.1%}"
+        place = f"{first.name}/{'+'.join(first.devices)}" if first.devices else first.name
+        return place, _sizes_text(first.sizes), bytes_text(first.n_bytes), share
+    alike = all(owner.sizes == first.sizes for owner in row)
+    shards = f"each {_sizes_text(first.sizes)}" if alike else "of several sizes"
+    span = " to ".join(dict.fromkeys((bytes_text(loads[0]), bytes_text(loads[-1]))))
+    return owner_names(row), shards, f"{span} each", f"{sum(loads) / total_bytes:.1%}"
+
+
+def _sizes_text(sizes: Sequence[tuple[int, ...]]) -> str:
+    """The sizes of an owner's shards, as in ``2 x [3, 20] + [1, 20]``."""
+    runs = [(list(size), len(list(run))) for size, run in groupby(sizes)]
+    words = [f"{n} x {size}" if n > 1 else str(size) for size, n in runs]
+    if len(words) > 3:
+        words = [*words[:2], f"… ({len(sizes)} in all)"]
+    return " + ".join(words) or "none"
 
 
 def owner_names(owners: Iterable[ShardOwner]) -> str:
@@ -159,17 +185,3 @@ def _spans(ranks: Sequence[int]) -> list[str]:
         for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
     ]
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-
-
-def _loads(view: Overview) -> str:
-    """Text: the bytes that each owner holds, or least and most if there are many values."""
-    by_load: dict[int, list[ShardOwner]] = {}
-    for owner in view.owners:
-        by_load.setdefault(owner.n_bytes, []).append(owner)
-    if len(by_load) > 4:
-        least, most = bytes_text(min(by_load)), bytes_text(max(by_load))
-        return f"{least} to {most} on {owner_names(view.owners)}"
-    return ", ".join(
-        f"{bytes_text(n) if n else 'nothing'} on {owner_names(owners)}"
-        for n, owners in by_load.items()
-    )

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from tilework.sharded.base import ShardedTensorBase
-from tilework.sharded.formatting import Overview, overview
+from tilework.sharded.formatting import Overview, overview, overview_page
 from tilework.sharded.metadata import TensorProperties
-from tilework.sharded.picture import overview_lines
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled import print_styled
 
 
 def show(
@@ -42,8 +40,7 @@ def show(
         float32[3] in 2 chunks along dim 0 on ranks 0-1
         ...
     """
-    view = _overview(tensor, size, dtype)
-    print_styled(lambda width: overview_lines(view, width))
+    overview_page(_overview(tensor, size, dtype)).print()
 
 
 def _overview(

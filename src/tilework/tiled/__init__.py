@@ -1,4 +1,4 @@
-"""The core that DTensor and ShardedTensor share: the base class, factor maps, pictures."""
+"""The core that DTensor and ShardedTensor share: the base class, factor maps, rules."""
 
 from tilework.tiled.box_propagation import (
     LocalOp,
@@ -21,7 +21,6 @@ from tilework.tiled.factors import (
     factors_of,
     volume,
 )
-from tilework.tiled.html import WIDTH, lines_html, table_html
 from tilework.tiled.normalize import normalized, torch_arguments
 from tilework.tiled.op_names import canonical_name, packet_of, schemas_of
 from tilework.tiled.op_rules import (
@@ -48,14 +47,4 @@ from tilework.tiled.op_table import (
     register,
 )
 from tilework.tiled.pattern_rules import match_pattern
-from tilework.tiled.picture import Line, PictureSize, draw
 from tilework.tiled.tensor import TiledTensor, is_called_within
-from tilework.tiled.terminal import (
-    COLOURS,
-    StyledLine,
-    bytes_text,
-    coloured_picture,
-    in_columns,
-    print_styled,
-    printable,
-)

@@ -48,8 +48,8 @@ def test_each_collective_has_its_cause() -> None:
         assert together.nbytes == (5 * 6 + 5) * 4
         assert log.nbytes == sum(event.nbytes for event in log.events)
         assert "3 collectives" in str(log)
-        assert log._repr_html_().startswith("<div>3 collectives, ")
-        assert '<td style="text-align:left">f32[8@dp, 5]</td>' in log._repr_html_()
+        assert ">3 collectives, " in log._repr_html_()
+        assert "f32[8@dp, 5] " in log._repr_html_()
         assert "f32[8@dp, 5]" in str(log)
 
     run_ranks(4, program)

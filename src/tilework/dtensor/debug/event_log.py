@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from io import StringIO
-from typing import TYPE_CHECKING
 
-from tilework.tiled import table_html
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
-#: The titles of the table's columns.
-_TITLES = ("operator", "collective", "axes", "tensor", "to", "bytes", "where")
+from tilework.show import Page, TextTable, count_text
 
 
 @dataclass(frozen=True)
@@ -62,45 +53,19 @@ class EventLog:
     def __len__(self) -> int:
         return len(self.events)
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
-
-        return Group(self._summary(), *([self._table()] if self.events else []))
-
-    def _summary(self) -> str:
-        count = {0: "no collectives", 1: "1 collective"}.get(
-            len(self.events), f"{len(self.events)} collectives"
-        )
+    def __rich__(self) -> Page:
         gathered = len(self.gathered)
         causes = f", {gathered} of them to gather for lack of a rule" if gathered else ""
-        return f"{count}{causes}, {self.nbytes:,} bytes per rank"
-
-    def _table(self) -> Table:
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table()
-        for name in _TITLES:
-            table.add_column(
-                name,
-                justify="right" if name == "bytes" else "left",
-                overflow="fold" if name == "where" else "ellipsis",
-            )
-        for event in self.events:
-            table.add_row(*map(escape, _row(event)))  # rich would read brackets as markup
-        return table
+        count = count_text(len(self), "collective") if self.events else "no collectives"
+        summary = f"{count}{causes}, {self.nbytes:,} bytes per rank"
+        titles = ("operator", "collective", "axes", "tensor", "to", "bytes", "where")
+        return Page(summary, TextTable(titles, [*map(_row, self.events)], {5}))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = StringIO()
-        Console(file=text, width=160).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return str(self.__rich__())
 
     def _repr_html_(self) -> str:
-        return table_html(
-            self._summary(), _TITLES, map(_row, self.events), {_TITLES.index("bytes")}
-        )
+        return self.__rich__().html()
 
 
 def _row(event: CollectiveEvent) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A DTensor's layout in styled lines: which rank holds which part, and a table of the ranks."""
+"""A DTensor's layout as a page: which rank holds which part, and a table of the ranks."""
 
 from __future__ import annotations
 
@@ -6,75 +6,41 @@ import math
 
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug.formatting import headline
-from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box
-from tilework.tiled import (
-    COLOURS,
-    PictureSize,
-    StyledLine,
-    bytes_text,
-    coloured_picture,
-    draw,
-    in_columns,
-)
+from tilework.show import Page, Picture, TextTable, bytes_text, colour
 
 #: The most ranks that the table lists; it leaves out later ranks.
 _LISTED = 32
 
 
-def layout_lines(tensor: DTensorBase, width: int) -> list[StyledLine]:
-    """The headline, the picture and the table of a tensor, at most ``width`` wide. Local."""
-    return [
-        [(headline(tensor), "bold")],
-        [],
-        *_picture(tensor._spec, width),
-        [],
-        *_table(tensor, width),
-    ]
-
-
-def _holders(spec: DTensorSpec) -> dict[Box, list[list[int]]]:
-    """The ranks that hold each box: a single list, or a list for each partial value."""
-    holders: dict[Box, list[list[int]]] = {}
-    for tile in spec.tiling.tiles:
-        holders.setdefault(tile.box, []).append(list(tile.owners))
-    return holders
-
-
-def _picture(spec: DTensorSpec, width: int) -> list[StyledLine]:
-    holders = _holders(spec)
-    labels = []
-    for partials in holders.values():
-        text = "+".join(
-            ", ".join(map(str, ranks))
-            if len(partials) == 1
-            else f"({', '.join(map(str, ranks))})"
-            if len(ranks) > 1
-            else str(ranks[0])
-            for ranks in partials
-        )
-        labels.append((text,))
-    lines = draw(spec.shape, list(holders), labels, PictureSize(width, 14, 12, 4))
-    return coloured_picture(lines, lambda box: COLOURS[box % len(COLOURS)])
-
-
-def _table(tensor: DTensorBase, width: int) -> list[StyledLine]:
+def layout_page(tensor: DTensorBase) -> Page:
+    """The headline, the picture and the table of a tensor. Local."""
     spec = tensor._spec
+    holders: dict[Box, list[tuple[int, ...]]] = {}  # several for partial values
+    for tile in spec.tiling.tiles:
+        holders.setdefault(tile.box, []).append(tile.owners)
+    colours = {box: colour(number) for number, box in enumerate(holders)}
+    labels = [[_label(partials)] for partials in holders.values()]
+    picture = Picture(spec.shape, list(holders), labels, list(colours.values()))
     mesh, itemsize = spec.mesh.spec, tensor._local_tensor.dtype.itemsize
-    boxes, here = list(_holders(spec)), spec.mesh.get_coordinate()
-    names = mesh.names or tuple(map(str, range(mesh.ndim)))
-    rows, colours = [("rank", " ".join(names), "bytes", "has")], [""]
+    names, here = mesh.names or tuple(map(str, range(mesh.ndim))), spec.mesh.get_coordinate()
+    rows = []
     for rank in mesh.ranks[:_LISTED]:
-        coordinate = mesh.coordinate(rank)
-        assert coordinate is not None
-        box = spec.box_at(coordinate)
-        this = " (this)" if list(coordinate) == here else ""
-        at = " ".join(str(i).rjust(len(name)) for i, name in zip(coordinate, names, strict=True))
-        rows.append((f"{rank}{this}", at, bytes_text(math.prod(box.sizes) * itemsize), str(box)))
-        colours.append(COLOURS[boxes.index(box) % len(COLOURS)] if box in boxes else "")
-    lines: list[StyledLine] = []
-    for colour, text in zip(colours, in_columns(rows, width - 4), strict=True):
-        style = "bold" if not lines else ""
-        lines.append([("██  " if colour else "    ", colour), (text.rstrip(), style)])
+        place = mesh.coordinate(rank)
+        assert place is not None
+        box = spec.box_at(place)
+        at = " ".join(str(i).rjust(len(name)) for i, name in zip(place, names, strict=True))
+        who = f"{rank}{' (this)' * (list(place) == here)}"
+        size = bytes_text(math.prod(box.sizes) * itemsize)
+        rows.append((("██" * (box in colours), colours.get(box, "")), who, at, size, str(box)))
+    table = TextTable(("", "rank", " ".join(names), "bytes", "has"), rows, {3, 4}, (4, 2))
     left = len(mesh.ranks) - _LISTED
-    return [*lines, [(f"    … {left} more ranks", "")]] if left > 0 else lines
+    more = [f"    … {left} more ranks"] * (left > 0)
+    return Page((headline(tensor), "bold"), "", picture, "", table, *more)
+
+
+def _label(partials: list[tuple[int, ...]]) -> str:
+    """The ranks with copies, or with each partial value, as in ``(0, 1)+(2, 3)``."""
+    texts = [", ".join(map(str, ranks)) for ranks in partials]
+    alone = len(partials) == 1
+    return "+".join(text if alone or "," not in text else f"({text})" for text in texts)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 
-from tilework.tiled import svg
+from tilework.show import Page, Span, TextTable, timeline
+
+#: The colour and the name of each kind of span in the picture.
+_KINDS = {
+    "backward": ("#60a5fa", "backward"),
+    "waiting": ("#f59e0b", "waits for reductions"),
+    "ready": ("#9ca3af80", "ready, not started"),
+    "reduced": ("#34d399", "being reduced"),
+}
 
 
 @dataclass
@@ -103,27 +110,22 @@ class StepReport:
         return 1.0 if total <= 0 else max(0.0, 1.0 - self.waited_ms / total)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            title=f"backward {self.backward_ms:.1f} ms and {self.waited_ms:.1f} ms of waiting"
+        title = (
+            f"backward {self.backward_ms:.1f} ms and {self.waited_ms:.1f} ms of waiting"
             f"{self._where_it_waited()}: {self.hidden:.0%} of communication hidden"
         )
-        for name in ("bucket", "bytes", "dtype", "ready", "started", "reduced"):
-            table.add_column(name, justify="right")
-        table.add_column("parameters")
-        for bucket in self.buckets:
-            table.add_row(
+        titles = ("bucket", "bytes", "dtype", "ready", "started", "reduced", "parameters")
+        rows = [
+            (
                 str(bucket.index),
                 f"{bucket.size_bytes:,}",
                 bucket.dtype,
                 *(f"{ms:.2f} ms" for ms in (bucket.ready_ms, bucket.started_ms, bucket.reduced_ms)),
                 _names(bucket.parameters),
             )
-        text = StringIO()
-        Console(file=text, width=120, force_terminal=False).print(table)
-        return text.getvalue()
+            for bucket in self.buckets
+        ]
+        return str(Page(title, TextTable(titles, rows, range(6))))
 
     def _where_it_waited(self) -> str:
         """The time that backward waited between gradients, as text in parentheses.
@@ -133,10 +135,10 @@ class StepReport:
         return f" ({self.blocked_ms:.1f} ms between gradients)" if self.blocked_ms >= 0.05 else ""
 
     def _repr_svg_(self) -> str:
-        return _svg(self)
+        return self._svg()
 
     def _repr_html_(self) -> str:
-        return _svg(self, inherits=True)
+        return self._svg(inherits=True)
 
     def timeline(self, path: str | Path) -> None:
         """Write a picture of the pass as SVG: backward, and each bucket from ready to reduced.
@@ -144,7 +146,26 @@ class StepReport:
         Args:
             path: The file, which is overwritten.
         """
-        Path(path).write_text(_svg(self))
+        Path(path).write_text(self._svg())
+
+    def _svg(self, inherits: bool = False) -> str:
+        # Backward goes on through the waits between gradients, whose places are not recorded.
+        computed, ended = (self.backward_ms + more for more in (self.blocked_ms, self.waited_ms))
+        told = f"backward, {self.backward_ms:.2f} ms{self._where_it_waited()}"
+        backward = [Span(0, computed, "backward", told)]
+        if ended > computed:
+            told = f"waiting, {ended - computed:.2f} ms"
+            backward.append(Span(computed, ended, "waiting", told))
+        rows = [("backward", backward)]
+        for bucket in self.buckets:
+            ready, started = bucket.ready_ms, bucket.started_ms
+            spans = [
+                Span(ready, started, "ready", "ready, not started"),
+                Span(started, bucket.reduced_ms, "reduced", ", ".join(bucket.parameters)),
+            ]
+            rows.append((f"bucket {bucket.index}, {bucket.size_bytes / 1024:,.0f} KiB", spans))
+        headline = f"{ended:.2f} ms; {self.hidden:.0%} of communication hidden"
+        return timeline(headline, rows, _KINDS, inherits)
 
 
 def step_report(
@@ -177,61 +198,3 @@ def _names(names: Sequence[str], most: int = 3) -> str:
     if len(names) <= most:
         return ", ".join(names)
     return f"{names[0]} … {names[-1]} ({len(names)})"
-
-
-_LEFT, _WIDTH, _ROW, _TOP = 150, 640, 22, 64
-_COLOURS = {
-    "backward": "#60a5fa",
-    "waiting": "#f59e0b",
-    "ready": "#9ca3af80",
-    "reduced": "#34d399",
-}
-_NAMES = {
-    "backward": "backward",
-    "waiting": "waits for reductions",
-    "ready": "ready, not started",
-    "reduced": "started to known as reduced",
-}
-
-
-def _svg(report: StepReport, inherits: bool = False) -> str:
-    total = max(
-        report.backward_ms + report.waited_ms,
-        max((bucket.reduced_ms for bucket in report.buckets), default=0.0),
-        1e-6,
-    )
-    scale = _WIDTH / total
-
-    def spans(row: int, start: float, end: float, kind: str, told: str) -> str:
-        width = max(1.0, (end - start) * scale)
-        return svg.bar(kind, _LEFT + start * scale, _TOP + row * _ROW, width, _ROW - 6, told)
-
-    def label(row: int, text: str) -> str:
-        return svg.words(8, _TOP + 12 + row * _ROW, text)
-
-    # Backward goes on through the waits between gradients, whose places are not recorded.
-    computed = report.backward_ms + report.blocked_ms
-    ended = report.backward_ms + report.waited_ms
-    span = f"backward, {report.backward_ms:.2f} ms{report._where_it_waited()}"
-    rows = [label(0, "backward"), spans(0, 0, computed, "backward", span)]
-    if ended > computed:
-        rows.append(spans(0, computed, ended, "waiting", f"waiting, {ended - computed:.2f} ms"))
-    for row, bucket in enumerate(report.buckets, 1):
-        names = ", ".join(bucket.parameters)
-        rows += [
-            label(row, f"bucket {bucket.index}, {bucket.size_bytes / 1024:,.0f} KiB"),
-            spans(row, bucket.ready_ms, bucket.started_ms, "ready", "ready, not started"),
-            spans(row, bucket.started_ms, bucket.reduced_ms, "reduced", names),
-        ]
-    height = _TOP + (len(report.buckets) + 1) * _ROW + 6
-    ticks = [
-        (_LEFT + ms * scale, f"{ms:g}{' ms' if ms == 0 else ''}") for ms in svg.round_numbers(total)
-    ]
-    headline = f"{ended:.2f} ms; {report.hidden:.0%} of communication hidden"
-    parts = [
-        svg.words(8, 16, headline),
-        *svg.legend(_LEFT + 140, 16, _NAMES),
-        *svg.axis(ticks, _TOP - 8, height),
-        *rows,
-    ]
-    return svg.document(_LEFT + _WIDTH + 40, height, _COLOURS, parts, inherits)

@@ -31,7 +31,7 @@ from tilework.parallel.tensor_parallel.styles import (
 )
 from tilework.parallel.tensor_parallel.tracing import DimSet, Layer, Trace, trace
 from tilework.parallel.tensor_parallel.words import WholeOutput
-from tilework.tiled import bytes_text
+from tilework.show import bytes_text
 
 
 @dataclass(frozen=True)

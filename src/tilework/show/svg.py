@@ -1,10 +1,11 @@
-"""Parts of charts as SVG: bars, words, a legend, an axis. Light and dark, and without a script."""
+"""Charts as SVG: bars, words, a legend, an axis. Light and dark, and without a script."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 _STYLE = """
   .tilework { color: #374151 }
@@ -14,6 +15,50 @@ _STYLE = """
   .tilework .end { text-anchor: end } .tilework .middle { text-anchor: middle }
   .tilework line { stroke: #9ca3af; stroke-opacity: .5 }
 """
+#: The place and size of a timeline's rows, in pixels.
+_LEFT, _WIDTH, _ROW, _TOP = 150, 640, 22, 64
+
+
+class Span(NamedTuple):
+    """A span of time in a row of a timeline: in ms, of a kind, with the text of a tooltip."""
+
+    start: float
+    end: float
+    kind: str
+    told: str
+
+
+def timeline(
+    headline: str,
+    rows: Sequence[tuple[str, Sequence[Span]]],
+    kinds: Mapping[str, tuple[str, str]],
+    inherits: bool = False,
+) -> str:
+    """An SVG document of spans of time.
+
+    Args:
+        headline: The line above.
+        rows: The name and the spans of each row.
+        kinds: The colour and the name of each kind of span.
+        inherits: As for :func:`document`.
+    """
+    total = max((span.end for _, spans in rows for span in spans), default=0.0) or 1e-6
+    scale, height = _WIDTH / total, _TOP + len(rows) * _ROW + 6
+    ticks = [
+        (_LEFT + ms * scale, f"{ms:g}{' ms' if ms == 0 else ''}") for ms in round_numbers(total)
+    ]
+    parts = [
+        words(8, 16, headline),
+        *legend(_LEFT + 140, 16, {kind: name for kind, (_, name) in kinds.items()}),
+        *axis(ticks, _TOP - 8, height),
+    ]
+    for y, (name, spans) in enumerate(rows):
+        parts.append(words(8, _TOP + 12 + y * _ROW, name))
+        for span in spans:
+            x, width = _LEFT + span.start * scale, max(1.0, (span.end - span.start) * scale)
+            parts.append(bar(span.kind, x, _TOP + y * _ROW, width, _ROW - 6, span.told))
+    colours = {kind: fill for kind, (fill, _) in kinds.items()}
+    return document(_LEFT + _WIDTH + 40, height, colours, parts, inherits)
 
 
 def document(

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from tests.tables import each
 from tilework.layout import Box
-from tilework.tiled.picture import Line, PictureSize, draw
+from tilework.show import Picture, Styled
 
-ROOM = PictureSize(width=60, height=12, rows=6, slices=2)
+#: The width, the height, the rows and the slices.
+Room = tuple[int, int, int, int]
+Line = list[Styled]
+ROOM = (60, 12, 6, 2)
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
@@ -28,12 +31,12 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
 def lines_of(
     shape: Sequence[int],
     boxes: Sequence[Box],
-    room: PictureSize = ROOM,
+    room: Room = ROOM,
     labels: Sequence[Sequence[str]] | None = None,
 ) -> list[Line]:
-    return draw(
-        shape, boxes, labels or [[f"rank:{i}/cpu", f"{i}"] for i in range(len(boxes))], room
-    )
+    labels = labels or [[f"rank:{i}/cpu", f"{i}"] for i in range(len(boxes))]
+    colours = [f"{i}" for i in range(len(boxes))]
+    return Picture(shape, boxes, labels, colours, *room).lines(100)
 
 
 def text_of(lines: Sequence[Line]) -> list[str]:
@@ -45,9 +48,11 @@ def areas(lines: Sequence[Line]) -> dict[int, set[tuple[int, int]]]:
     found: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for row, line in enumerate(lines):
         column = 0
-        for text, number in line:
-            if number is not None:
-                found[number] |= {(row, column + i) for i in range(len(text))}
+        for text, style in line:
+            if style:
+                found[int(style.removeprefix("black on "))] |= {
+                    (row, column + i) for i in range(len(text))
+                }
             column += len(text)
     return found
 
@@ -74,7 +79,7 @@ def test_every_box_is_a_labelled_rectangle(
     case: tuple[tuple[int, ...], list[Box]], width: int
 ) -> None:
     shape, boxes = case
-    lines = lines_of(shape, boxes, PictureSize(width, 12, 6, 2))
+    lines = lines_of(shape, boxes, (width, 12, 6, 2))
     assert max(map(len, text_of(lines))) <= width
     found = areas(lines)
     assert found.keys() == set(range(len(boxes)))
@@ -127,7 +132,7 @@ def test_any_tiling_fits_into_the_room(
     case: tuple[tuple[int, ...], list[Box]], width: int, parts: int, slices: int
 ) -> None:
     shape, boxes = case
-    _caption, *lines = lines_of(shape, boxes, PictureSize(width, 12, parts, slices))
+    _caption, *lines = lines_of(shape, boxes, (width, 12, parts, slices))
     assert max(map(len, text_of(lines))) <= width
     assert len(lines) <= slices * (12 + 2 * parts + 4) + 2
     if len(shape) <= 2:
@@ -137,7 +142,7 @@ def test_any_tiling_fits_into_the_room(
 
 def test_two_dims() -> None:
     boxes = grid((10, 20), [[5], [10]])
-    assert text_of(lines_of((10, 20), boxes, PictureSize(30, 12, 6, 2))) == [
+    assert text_of(lines_of((10, 20), boxes, (30, 12, 6, 2))) == [
         "↓ dim 0   → dim 1",
         "   0           10           20",
         " 0 ┌────────────┬────────────┐",
@@ -158,7 +163,7 @@ def test_boxes_that_form_no_grid() -> None:
         Box((2, 0), (1, 2)),
         Box((1, 1), (1, 1)),
     ]
-    assert text_of(lines_of((3, 3), pinwheel, PictureSize(18, 9, 6, 2)))[1:] == [
+    assert text_of(lines_of((3, 3), pinwheel, (18, 9, 6, 2)))[1:] == [
         "  0    1    2    3",
         "0 ┌────┬─────────┐",
         "  │    │    1    │",
@@ -174,7 +179,7 @@ def test_boxes_that_form_no_grid() -> None:
 
 
 def test_a_scalar() -> None:
-    assert text_of(lines_of((), [Box((), ())], PictureSize(14, 9, 6, 2))) == [
+    assert text_of(lines_of((), [Box((), ())], (14, 9, 6, 2))) == [
         "a scalar",
         "┌────────────┐",
         "│ rank:0/cpu │",
@@ -204,8 +209,7 @@ def test_a_long_label_is_shortened_only_where_it_must_be() -> None:
     labels = [["trainer-number-0/cpu", "trainer-number-0"], ["trainer-number-1"]]
     boxes = grid((2,), [[1]])
     wide, narrow = (
-        "".join(text_of(lines_of((2,), boxes, PictureSize(width, 9, 6, 2), labels)))
-        for width in (45, 24)
+        "".join(text_of(lines_of((2,), boxes, (width, 9, 6, 2), labels))) for width in (45, 24)
     )
     assert "trainer-number-0/cpu" in wide
     assert "trainer-n…" in narrow
@@ -222,7 +226,7 @@ def test_of_many_parts_the_middle_is_left_out(dim: int) -> None:
     drawn = areas(lines).keys()
     assert {0, 1, 999} <= drawn
     assert text_of(lines)[-1] == f"{len(drawn)} of 1,000 shards are drawn"
-    assert max(map(len, text_of(lines))) <= ROOM.width
+    assert max(map(len, text_of(lines))) <= ROOM[0]
     assert len(lines) < 20
     assert "…" in "".join(text_of(lines))
 
@@ -231,7 +235,7 @@ def test_a_box_behind_the_part_that_is_left_out_goes_on() -> None:
     """One column is cut into many, the other is whole."""
     boxes = [Box((0, 0), (100, 4)), *(Box((i, 4), (1, 4)) for i in range(100))]
     height, _ = height_width(areas(lines_of((100, 8), boxes))[0])
-    assert height == 2 * ROOM.rows - 1
+    assert height == 2 * ROOM[2] - 1
 
 
 def test_dims_that_are_not_cut_are_named() -> None:

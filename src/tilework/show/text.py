@@ -1,0 +1,70 @@
+"""Text in styles, safe for terminals and HTML; colours; sizes in few letters."""
+
+from __future__ import annotations
+
+from html import escape
+
+#: Text, and the name of a style in rich: "", "bold", a colour, or "black on" a colour.
+Styled = tuple[str, str]
+
+_COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
+    "#a6cee3", "#fccde5", "#ccebc5", "#d9c7a0", "#bebada")  # fmt: skip
+
+
+def colour(number: int) -> str:
+    """A colour for a number; numbers take turns."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def bytes_text(n: float) -> str:
+    """A number of bytes in few letters.
+
+    Example:
+        >>> bytes_text(1536)
+        '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.3g} {unit}" if n < 1000 else f"{n:.0f} {unit}"
+        n /= 1024
+    return f"{n:,.3g} TiB"
+
+
+def count_text(number: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> count_text(1, "file"), count_text(2000, "file")
+        ('1 file', '2,000 files')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters and unencodable characters as escapes.
+
+    Example:
+        >>> printable("x\x1b[2J"), printable("a\nb\ud800")
+        ('x\\x1b[2J', 'a\nb\\ud800')
+    """
+    if text.isprintable():
+        return text
+    safe = (
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+    return "".join(safe)
+
+
+def html_of(styled: Styled) -> str:
+    """Text in a style as HTML.
+
+    Example:
+        >>> html_of(("a<b", "bold")), html_of(("1", "black on #8dd3c7"))
+        ('<b>a&lt;b</b>', '<span style="color:#000;background:#8dd3c7">1</span>')
+    """
+    text, style = escape(styled[0]), styled[1]
+    if style in ("", "bold"):
+        return f"<b>{text}</b>" if style else text
+    _, on, colour = style.rpartition("black on ")
+    css = f"color:#000;background:{colour}" if on else f"color:{colour}"
+    return f'<span style="{css}">{text}</span>'
