@@ -49,21 +49,14 @@ def checkpoint_parts(
         yield f"meta: {dict(meta)}"
     yield ""
     titles = ("tensor", "dtype", "shape", "bytes", "parts", "checksum")
-    yield TextTable(titles, [*map(_row, tensors[:most_listed])], {3, 4})
+    rows = [
+        (t.name, t.dtype, str([*t.shape]), bytes_text(t.nbytes), str(len(t.parts)), checksum(t))
+        for t in tensors[:most_listed]
+    ]
+    yield TextTable(titles, rows, {3, 4})
     if len(tensors) > most_listed:
         yield f"… and {len(tensors) - most_listed:,} more: name them to see them"
     yield from _pictures(tensors, most_drawn)
-
-
-def _row(tensor: SavedTensor) -> tuple[str, ...]:
-    return (
-        tensor.name,
-        tensor.dtype,
-        str(list(tensor.shape)),
-        bytes_text(tensor.nbytes),
-        str(len(tensor.parts)),
-        checksum(tensor),
-    )
 
 
 def checksum(tensor: SavedTensor) -> str:

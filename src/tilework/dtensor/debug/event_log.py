@@ -59,24 +59,22 @@ class EventLog:
         count = count_text(len(self), "collective") if self.events else "no collectives"
         summary = f"{count}{causes}, {self.nbytes:,} bytes per rank"
         titles = ("operator", "collective", "axes", "tensor", "to", "bytes", "where")
-        return Page(summary, TextTable(titles, [*map(_row, self.events)], {5}))
+        rows = [
+            (
+                event.operator + " (gradient)" * event.gradient + " (no rule)" * event.gathered,
+                event.collective,
+                ", ".join(event.axes),
+                event.tensor,
+                event.target,
+                f"{event.nbytes:,}",
+                event.site,
+            )
+            for event in self.events
+        ]
+        return Page(summary, TextTable(titles, rows, {5}))
 
     def __str__(self) -> str:
         return str(self.__rich__())
 
     def _repr_html_(self) -> str:
         return self.__rich__().html()
-
-
-def _row(event: CollectiveEvent) -> tuple[str, ...]:
-    """A text for each column of the table."""
-    notes = " (gradient)" * event.gradient + " (no rule)" * event.gathered
-    return (
-        event.operator + notes,
-        event.collective,
-        ", ".join(event.axes),
-        event.tensor,
-        event.target,
-        f"{event.nbytes:,}",
-        event.site,
-    )
