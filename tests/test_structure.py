@@ -65,6 +65,7 @@ ABOUT_MORE = {
     "torch_backend/test_ddp.py": "torch's DistributedDataParallel on tilework's groups",
     "torch_backend/test_training.py": "torch's own parallelisms on tilework's groups",
     "test_docs.py": "the pages of docs/",
+    "test_docs_architecture.py": "the pages on packages",
     "test_docs_site.py": "the site made of docs/",
     "test_docstrings.py": "the examples in all docstrings",
     "test_layers.py": "the imports of all modules",

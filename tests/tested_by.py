@@ -13,6 +13,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "launch/test_spawn.py",
         "checkpoint/test_reading.py",
     ),
+    "testing/storages.py": ("checkpoint/test_storage_contract.py",),
     "from_torch.py": ("torch_names/test_signatures.py",),
     # A captured step needs all parts of the package.
     "capture/program/code.py": ("capture/program/test_skeleton.py", "capture/test_program.py"),

@@ -185,7 +185,7 @@ def defer_grad(tensor: DTensorBase, reduce: Callable[[], None] | None) -> None:
 
 
 def deferred_grad(tensor: DTensorBase) -> Callable[[], None] | None:
-    """What :func:`defer_grad` was given. Local."""
+    """The function that :func:`defer_grad` was given; None if none waits. Local."""
     return tensor._deferred_grad
 
 

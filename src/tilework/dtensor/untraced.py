@@ -1,4 +1,4 @@
-"""What Dynamo does not trace: methods of DTensors. torch.compile leaves them to ``capture/``."""
+"""Functions that Dynamo does not trace, as ``capture/`` records them for torch.compile."""
 
 from __future__ import annotations
 

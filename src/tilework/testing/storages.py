@@ -36,7 +36,7 @@ class StorageContract(ABC):
         """A storage whose folder does not exist yet; the same place for the same argument.
 
         Args:
-            folder: An empty directory, for storages that need one.
+            folder: An empty directory, which the storage may use.
         """
 
     @pytest.fixture
@@ -59,12 +59,12 @@ class StorageContract(ABC):
 
     def test_what_is_written_in_parts_is_read_whole(self, place: Storage) -> None:
         with place.create("a") as writer:
-            writer.write(memoryview(b"one, "))
-            writer.write(b"two")
+            writer.write(memoryview(b"1, "))
+            writer.write(b"2")
             writer.finish()
         place.sync()
         place.forget("a")
-        assert place.read_all("a") == b"one, two"
+        assert place.read_all("a") == b"1, 2"
 
     @pytest.mark.parametrize(
         ("offset", "count", "expected"),
@@ -165,7 +165,7 @@ class StorageContract(ABC):
 
 
 class FailingStorage(Storage):
-    """A storage that refuses one call which writes, as a full disk does.
+    """A storage that refuses a single call which writes, as a full disk does.
 
     Args:
         inner: The storage that does the work.
@@ -178,7 +178,7 @@ class FailingStorage(Storage):
         self.writes_in_place = inner.writes_in_place
 
     def count(self) -> None:
-        """Count a call, and raise if it is the one to refuse."""
+        """Count a call, and raise if it is to be refused."""
         self.left -= 1
         if self.left == -1:
             raise OSError(28, "no space")

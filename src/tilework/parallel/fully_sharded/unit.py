@@ -739,12 +739,10 @@ class Unit:
 
     def _with_deferred(self, param: ShardedParam, grad: Tensor | None) -> Tensor | None:
         deferred = self._deferred.pop(param, None)
-        if deferred_grad(param.sharded) is None:  # cleared since
-            return grad
+        is_cleared = deferred_grad(param.sharded) is None
         defer_grad(param.sharded, None)
-        if deferred is None or grad is None:
-            return grad if deferred is None else deferred
-        return deferred + grad
+        waits = None if is_cleared else deferred
+        return grad if waits is None else waits if grad is None else waits + grad
 
     def reduce_deferred(self) -> None:
         """Reduce the gradients that wait, and add them to the shards' gradients. Collective."""
