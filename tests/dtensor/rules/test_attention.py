@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.dtensor.op_checks import Layout, check_op, count_op, distributed
 from tests.rounding import assert_close
@@ -57,6 +59,36 @@ def test_attention_without_batch_or_heads() -> None:
         gathers=False,
     )
     check_op(attend(), *[one[0] for one in heads()], meshes=MESHES, most=2, gathers=False)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The elements of the largest tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        tensors = (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+        self.elements = max([self.elements, *(tensor.numel() for tensor in tensors)])
+        return made
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_causal_attention_of_parts_of_the_queries_makes_no_mask(dtype: torch.dtype) -> None:
+    whole = [drawn(1, 2, 64, 4, dtype=dtype).requires_grad_() for _ in range(3)]
+    attend(is_causal=True)(*whole).sum().backward()
+
+    def program(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (4,))
+        q, k, v = (distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole)
+        with Largest() as largest:  # type: ignore[no-untyped-call]
+            attend(is_causal=True)(q, k, v).sum().backward()
+        for part, full in zip((q, k, v), whole, strict=True):
+            assert isinstance(part.grad, DTensor)
+            assert_close(part.grad.full_tensor(), full.grad)
+        return int(largest.elements)
+
+    assert max(run_ranks(4, program)) <= whole[0].numel()
 
 
 def test_more_queries_than_keys() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tilework.dtensor.propagation.placed_call import DTensorArg
@@ -74,9 +75,9 @@ def _attention(
             return None
         # All ranks must run the same function: gradients must arrive in the same order.
         if is_causal and ranges.is_sharded(length):
-            offset, size = ranges.local_range(length)
+            offset, _ = ranges.local_range(length)
             of_part = decomposed_attention if ranges.has_empty_shards else _attend
-            return partial(_causal, of_part, offset, size, scale=scale, enable_gqa=enable_gqa)
+            return partial(_causal, of_part, offset, scale=scale, enable_gqa=enable_gqa)
         if not ranges.has_empty_shards:
             return None
         return partial(
@@ -133,27 +134,103 @@ def broadcast_dims(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
 def _causal(
     attend: Callable[..., Tensor],
     offset: int,
-    size: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    **kwargs: Any,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """Causal attention of the queries from ``offset`` on: query i attends to the keys 0 to i.
 
     Args:
         attend: ``F.scaled_dot_product_attention``, or a function with the same arguments.
         offset: The place of the first local query in the full sequence.
-        size: The number of local queries.
         query: The local queries.
         key: All keys.
         value: All values.
+        scale: As for torch's function.
+        enable_gqa: As for torch's function.
     """
+    size = query.size(-2)
     key, value = key[..., : offset + size, :], value[..., : offset + size, :]
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if attend is _attend and query.is_cpu:
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+        if torch._fused_sdp_choice(query, key, value, **options) == _FLASH:
+            sharing = query.size(-3) // key.size(-3)
+            if sharing > 1:
+                key, value = (x.repeat_interleave(sharing, -3) for x in (key, value))
+            out: Tensor = _CausalPart.apply(query, key, value, offset, scale)  # type: ignore[no-untyped-call]
+            return out
     if offset == 0:
-        return attend(query, key, value, is_causal=True, **kwargs)
+        return attend(query, key, value, is_causal=True, **options)
     mask = torch.ones(size, key.size(-2), dtype=torch.bool, device=key.device).tril(offset)
-    return attend(query, key, value, mask, **kwargs)
+    return attend(query, key, value, mask, **options)
+
+
+#: torch's number of the kernel that makes no matrix of weights.
+_FLASH = 1
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class _CausalPart(torch.autograd.Function):
+    """Causal attention of the queries from ``offset`` on, without a mask: in two calls.
+
+    The queries attend to the earlier keys in full, and to the keys of their own places causally.
+    The results are joined by the logarithms of their sums of exponentials (Dao et al.,
+    FlashAttention, 2022). Each call's backward takes the joined result and logarithm.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None
+    ) -> Tensor:
+        # Parts that are rounded to 16 bits would make the joined result worse than torch's.
+        q, k, v = (_wide(x) for x in (query, key, value))
+        parts = [
+            _flash(q, k[..., each, :], v[..., each, :], 0.0, causal, scale=scale)
+            for each, causal in _calls(offset, key.size(-2))
+        ]
+        out, logs = parts[0]
+        for more, theirs in parts[1:]:
+            joined = torch.logaddexp(logs, theirs)
+            out = out * (logs - joined).exp().unsqueeze(-1)
+            out.add_(more.mul_((theirs - joined).exp().unsqueeze(-1)))
+            logs = joined
+        ctx.save_for_backward(query, key, value, out, logs)
+        ctx.offset, ctx.scale = offset, scale
+        result: Tensor = out.to(query.dtype)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logs = ctx.saved_tensors
+        grad, q, k, v = (_wide(x) for x in (grad, query, key, value))
+        grads = [
+            _flash_backward(
+                *(grad, q, k[..., each, :], v[..., each, :], out, logs, 0.0, causal),
+                scale=ctx.scale,
+            )
+            for each, causal in _calls(ctx.offset, key.size(-2))
+        ]
+        of_query, of_key, of_value = zip(*grads, strict=True)
+        total = of_query[0] if len(grads) == 1 else of_query[0].add_(of_query[1])
+        joined = (total, torch.cat(of_key, -2), torch.cat(of_value, -2))
+        return *(x.to(query.dtype) for x in joined), None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _calls(offset: int, keys: int) -> list[tuple[slice, bool]]:
+    """The ranges of keys that the queries from ``offset`` on attend to, and whether causally."""
+    ranges = [(slice(0, min(offset, keys)), False), (slice(offset, keys), True)]
+    return [each for each in ranges if each[0].start < each[0].stop]
 
 
 def decomposed_attention(
