@@ -12,7 +12,7 @@ from torch import Tensor
 from tilework.comm.world import AnyGroup, resolve
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.graph import keep_stand_in
-from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap
+from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, TensorProperties
 from tilework.sharded.placement import Place
 from tilework.sharded.specs import ShardingSpec
 
@@ -32,15 +32,16 @@ def assemble(
     return cls._assemble(spec, metadata, shards, ShardMap(metadata, owners), resolve(group))
 
 
-def wrap_shards(
-    operand: BaseT,
-    spec: ShardingSpec,
-    metadata: ShardedTensorMetadata,
-    shard_map: ShardMap,
-    shards: list[Shard],
-) -> BaseT:
-    """A tensor on the group of ``operand``, from parts that the caller knows to fit together."""
-    return operand._assemble(spec, metadata, shards, shard_map, operand._process_group)
+def with_properties(
+    metadata: ShardedTensorMetadata, properties: TensorProperties, like: Tensor
+) -> ShardedTensorMetadata:
+    """The metadata with these properties, and the dtype and ``requires_grad`` of a tensor."""
+    dtype, requires_grad = like.dtype, like.requires_grad
+    if properties.dtype != dtype or properties.requires_grad != requires_grad:
+        properties = replace(properties, dtype=dtype, requires_grad=requires_grad)
+    if metadata.tensor_properties is properties:
+        return metadata
+    return replace(metadata, tensor_properties=properties)
 
 
 def wrap_results(
@@ -59,10 +60,7 @@ def wrap_results(
         group: The group; None: the operand's.
     """
     metadata, spec, first = operand._metadata, operand._sharding_spec, results[0]
-    properties = replace(
-        metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
-    )
-    metadata = replace(metadata, tensor_properties=properties)
+    metadata = with_properties(metadata, metadata.tensor_properties, first)
     described = [shard.metadata for shard in operand._local_shards]
     if device is not None:
         metadata, spec = metadata.moved(device), spec.moved(device)

@@ -5,11 +5,8 @@ A function that is neither in the table nor in a family raises.
 
 from tilework.sharded.ops import (
     basic,
-    by_rule,
-    cat,
+    by_tile,
     comparisons,
-    dim_ops,
-    elementwise,
     embedding,
     filling,
     foreach,
@@ -23,18 +20,16 @@ from tilework.sharded.registry import install
 
 install(
     {
-        **elementwise.TABLE,
+        **by_tile.TABLE,
         **basic.TABLE,
         **gradients.TABLE,
         **filling.TABLE,
         **losses.TABLE,
-        **by_rule.TABLE,
         **slicing.TABLE,
-        **cat.TABLE,
         **comparisons.TABLE,
         **linear.TABLE,
         **embedding.TABLE,
         **foreach.TABLE,
     },
-    [module.family for module in (reductions, dim_ops, by_rule, foreach, elementwise)],
+    [module.family for module in (reductions, foreach, by_tile)],
 )

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import functional as F
 
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.elementwise import elementwise
+from tilework.sharded.ops.by_tile import elementwise
 from tilework.sharded.registry import Handler
 
 

@@ -18,10 +18,16 @@ from torch.autograd.function import once_differentiable
 
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.dim_ops import dims_of, options_of, run_along
-from tilework.sharded.ops.elementwise import elementwise
+from tilework.sharded.ops.by_tile import by_tile, elementwise
 from tilework.sharded.ops.gather_tiles import gather_from_tiles
-from tilework.sharded.ops.tiles import graph_tiles, member_of, sharded_argument, zeros_after
+from tilework.sharded.ops.tiles import (
+    dims_of,
+    graph_tiles,
+    member_of,
+    options_of,
+    sharded_argument,
+    zeros_after,
+)
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.rules import accumulation_dtype
@@ -231,6 +237,8 @@ _REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
 
 
 def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str, ...]) -> Handler:
+    along = by_tile(func, "it reduces unsharded dims, given by numbers")
+
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = sharded_argument(func, args, kwargs)
         options = options_of(names, args, kwargs)
@@ -241,9 +249,9 @@ def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str
         if options.get("out") is not None:
             raise unsupported(func, args, kwargs, "without out")
         dims = dims_of(tensor, options.get("dim"))
-        others = {k: v for k, v in kwargs.items() if k not in ("input", "self", "out")}
         if dims is not None and len(dims) < tensor.dim():
-            return run_along(func, tensor, dims, args[1:], others)
+            return along(types, args, kwargs, process_group)
+        others = {k: v for k, v in kwargs.items() if k not in ("input", "self", "out")}
         if reduce is None:
             hint = "only along dims that are not sharded; full_tensor() makes it a plain one"
             raise unsupported(func, args, kwargs, hint)

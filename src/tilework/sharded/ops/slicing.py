@@ -15,16 +15,19 @@ from torch import Tensor
 from tilework.layout import Box
 from tilework.layout.internal import Ints
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.dim_ops import dims_of, options_of
-from tilework.sharded.ops.elementwise import elementwise
-from tilework.sharded.ops.result_layout import (
+from tilework.sharded.ops.by_tile import elementwise
+from tilework.sharded.ops.tiles import (
     ResultLayout,
     boxes_of,
     cached,
+    dims_of,
+    graph_tiles,
     layout_of_boxes,
     of_tiles,
+    options_of,
+    sharded_argument,
+    wrap,
 )
-from tilework.sharded.ops.tiles import graph_tiles, sharded_argument, wrap
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled import within
@@ -55,32 +58,33 @@ def narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedT
             boxes.append(Box(_with(box.offsets, dim, begin), _with(box.sizes, dim, count)))
         return layout_of_boxes(tensor, _with(tensor.shape, dim, length), boxes)
 
-    def apply(tile: Tensor, number: int, sizes: Ints) -> Tensor:
-        box = tensor._metadata.shards_metadata[number].box
+    layout = cached(tensor, ("narrow", dim, start, length), make)
+    parts = []
+    for tile, box in zip(tensor.local_tiles(), tensor.local_boxes(), strict=True):
         begin, count = within(box, dim, start, length)
         first = begin + start - box.offsets[dim]
-        return tile.narrow(dim, min(max(first, 0), box.sizes[dim]), count)
-
-    return of_tiles(tensor, cached(tensor, ("narrow", dim, start, length), make), apply)
+        parts.append(tile.narrow(dim, min(max(first, 0), box.sizes[dim]), count))
+    return of_tiles(tensor, layout, parts)
 
 
 def select(tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
     """The element at an index of a dim, without the dim; ranks without it hold no shards."""
 
+    def has(box: Box) -> bool:
+        return box.offsets[dim] <= index < box.ends[dim]
+
     def make() -> ResultLayout:
         boxes = [
-            Box(_without(box.offsets, dim), _without(box.sizes, dim))
-            if box.offsets[dim] <= index < box.offsets[dim] + box.sizes[dim]
-            else None
+            Box(_without(box.offsets, dim), _without(box.sizes, dim)) if has(box) else None
             for box in boxes_of(tensor)
         ]
         return layout_of_boxes(tensor, _without(tensor.shape, dim), boxes)
 
-    def apply(tile: Tensor, number: int, sizes: Ints) -> Tensor:
-        shard = tensor._metadata.shards_metadata[number]
-        return tile.select(dim, index - shard.shard_offsets[dim])
-
-    return of_tiles(tensor, cached(tensor, ("select", dim, index), make), apply)
+    parts = [
+        tile.select(dim, index - box.offsets[dim]) if has(box) else None
+        for tile, box in zip(tensor.local_tiles(), tensor.local_boxes(), strict=True)
+    ]
+    return of_tiles(tensor, cached(tensor, ("select", dim, index), make), parts)
 
 
 # -- torch's functions -------------------------------------------------------------------------
