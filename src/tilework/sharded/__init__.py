@@ -1,11 +1,12 @@
 """ShardedTensor: tensors in shards of any shape on any ranks, and their operations."""
 
-from tilework.sharded import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.sharded import ops as _ops  # noqa: F401  # for the table
 from tilework.sharded.base import ShardedTensorBase
+from tilework.sharded.checks import parse_and_validate_remote_device
 from tilework.sharded.creation import (
     arange,
     empty,
+    from_full_tensor,
     full,
     init_from_local_shards,
     ones,
@@ -13,22 +14,24 @@ from tilework.sharded.creation import (
     randn,
     zeros,
 )
-from tilework.sharded.device import RemoteDevice
-from tilework.sharded.from_full_tensor import from_full_tensor
 from tilework.sharded.metadata import (
+    RemoteDevice,
     Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
-from tilework.sharded.module_outputs import collect_local_shard, reshard_output
-from tilework.sharded.optim import ShardedOptimizer
-from tilework.sharded.optim_params import named_params_with_sharded_tensor
-from tilework.sharded.placement import parse_and_validate_remote_device
+from tilework.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
 from tilework.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
-from tilework.sharded.serialization import load_with_process_group
 from tilework.sharded.shard_tensor import PartialCoverError, shard_parameter, shard_tensor
-from tilework.sharded.sharding_plan import Sharder, ShardingPlan, ShardingPlanner, shard_module
+from tilework.sharded.sharding_plan import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
+    collect_local_shard,
+    reshard_output,
+    shard_module,
+)
 from tilework.sharded.show import show
 from tilework.sharded.specs import (
     ChunkShardingSpec,
@@ -38,7 +41,7 @@ from tilework.sharded.specs import (
     validate_non_overlapping_shards_metadata,
 )
 from tilework.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
-from tilework.sharded.tensor import ShardedTensor
+from tilework.sharded.tensor import ShardedTensor, load_with_process_group
 from tilework.tiled import TiledTensor
 
 __all__ = [

@@ -1,4 +1,9 @@
-"""ShardedTensorBase: some shards of one tensor, and the metadata of all."""
+"""ShardedTensorBase: some shards of one tensor, and the metadata of all; and tensors made of tiles.
+
+A rank without tiles has a stand-in: an empty tile with the tensor's dtype and a place in the graph.
+Thus each rank gets the same dtype, the same ``requires_grad`` and the same errors, and takes part
+in all communication, forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,43 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import NonMember
+from tilework.comm.world import AnyGroup, NonMember, resolve
 from tilework.layout import Box, Tiling
 from tilework.sharded import checks
+from tilework.sharded.checks import Place
 from tilework.sharded.formatting import Overview, headline, overview, overview_page
-from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
+from tilework.sharded.metadata import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardMap,
+    ShardMetadata,
+    TensorProperties,
+)
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
-from tilework.sharded.torch_names import TorchShardedNames
 from tilework.tiled import TiledTensor, torch_arguments
+
+
+class TorchShardedNames:
+    """Class methods under their names in torch."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _init_from_local_shards(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``init_from_local_shards``; this is torch's name for it."""
+        return cls.init_from_local_shards(*args, **kwargs)
+
+    @classmethod
+    def _init_from_local_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``init_from_local_tensor``; this is torch's name for it."""
+        return cls.init_from_local_tensor(*args, **kwargs)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``from_local_shards_and_global_metadata``; this is torch's name for it."""
+        return cls.from_local_shards_and_global_metadata(*args, **kwargs)
+
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
@@ -254,3 +287,89 @@ def _first_sharded(args: Any, kwargs: Any) -> ShardedTensorBase | None:
         return args[0]
     leaves = pytree.tree_leaves((args, kwargs))
     return next((leaf for leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
+
+
+# -- local tiles in the autograd graph ---------------------------------------------------------
+
+
+def graph_tiles(tensor: ShardedTensorBase) -> list[Tensor]:
+    """This rank's tiles; if it has none, a list of the stand-in, an empty tile in the graph."""
+    return tensor.local_tiles() or [_stand_in(tensor)]
+
+
+def _stand_in(tensor: ShardedTensorBase) -> Tensor:
+    shards, stand_in = tensor.__dict__.get("_stand_in", (None, None))
+    # A reshard or a change of dtype has given the tensor other shards.
+    if shards is not tensor._local_shards:
+        stand_in = torch.zeros(
+            (0,) * tensor.dim(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        keep_stand_in(tensor, stand_in)
+    assert isinstance(stand_in, Tensor)
+    return stand_in
+
+
+def keep_stand_in(tensor: ShardedTensorBase, stand_in: Tensor) -> None:
+    """Store ``stand_in``, an empty tile that holds the tensor's place in the autograd graph."""
+    tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)
+
+
+# -- new tensors of shards that are known to fit; local ----------------------------------------
+
+
+def assemble(
+    cls: type[BaseT],
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    placed: Iterable[Place],
+    shards: list[Shard],
+    group: AnyGroup,
+) -> BaseT:
+    """A ``cls`` tensor on ``group``; ``placed`` has the owner and device of each shard."""
+    owners = [owner for owner, _ in placed]
+    return cls._assemble(spec, metadata, shards, ShardMap(metadata, owners), resolve(group))
+
+
+def with_properties(
+    metadata: ShardedTensorMetadata, properties: TensorProperties, like: Tensor
+) -> ShardedTensorMetadata:
+    """The metadata with these properties, and the dtype and ``requires_grad`` of a tensor."""
+    dtype, requires_grad = like.dtype, like.requires_grad
+    if properties.dtype != dtype or properties.requires_grad != requires_grad:
+        properties = replace(properties, dtype=dtype, requires_grad=requires_grad)
+    if metadata.tensor_properties is properties:
+        return metadata
+    return replace(metadata, tensor_properties=properties)
+
+
+def wrap_results(
+    operand: BaseT,
+    results: Sequence[Tensor],
+    device: torch.device | None = None,
+    group: AnyGroup = None,
+) -> BaseT:
+    """A tensor sharded as ``operand``, of results for each of ``graph_tiles(operand)``.
+
+    Args:
+        operand: The tensor.
+        results: Tensors of the sizes of the operand's tiles, in one dtype, and all or none in the
+            graph.
+        device: The type of device of all ranks' results, without an index; None: the operand's.
+        group: The group; None: the operand's.
+    """
+    metadata, spec, first = operand._metadata, operand._sharding_spec, results[0]
+    metadata = with_properties(metadata, metadata.tensor_properties, first)
+    described = [shard.metadata for shard in operand._local_shards]
+    if device is not None:
+        metadata, spec = metadata.moved(device), spec.moved(device)
+        described = [shard.moved(device) for shard in described]
+    # A rank without shards has one result: the stand-in's.
+    shards = [Shard(*pair) for pair in zip(results, described, strict=False)]
+    process_group = operand._process_group if group is None else resolve(group)
+    tensor = operand._assemble(spec, metadata, shards, operand._shard_map, process_group)
+    if not shards:
+        keep_stand_in(tensor, first)
+    return tensor

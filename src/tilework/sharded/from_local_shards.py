@@ -11,7 +11,8 @@ from torch import Tensor
 from tilework.comm.operations.internal import Facts, agree_equal, check_equal
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
 from tilework.sharded import checks
-from tilework.sharded.base import ShardedTensorBase
+from tilework.sharded.base import ShardedTensorBase, assemble
+from tilework.sharded.checks import check_rrefs, places
 from tilework.sharded.metadata import (
     Items,
     Shard,
@@ -19,13 +20,11 @@ from tilework.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from tilework.sharded.placement import check_rrefs, places
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     ShardingSpec,
     infer_sharding_spec_from_shards_metadata,
 )
-from tilework.sharded.wrap import assemble
 
 BaseT = TypeVar("BaseT", bound=ShardedTensorBase)
 

@@ -13,9 +13,8 @@ from tilework.comm.operations.internal import agree_equal, run_plan
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank
 from tilework.late_names import late_name
 from tilework.layout.internal import replicated_tiling, transfer_plan
-from tilework.sharded.checks import check_spec
+from tilework.sharded.checks import check_spec, parse_and_validate_remote_device
 from tilework.sharded.metadata import TensorProperties
-from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 

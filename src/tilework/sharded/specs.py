@@ -19,12 +19,13 @@ from tilework.layout import (
     find_overlap,
     infer_chunking,
 )
-from tilework.sharded.device import RemoteDevice, covers
 from tilework.sharded.metadata import (
     Items,
+    RemoteDevice,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    covers,
     trusted_shard,
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import NonMember
-from tilework.sharded.reshard_like import describe_value, reshard_like
+from tilework.sharded.moves import describe_value, reshard_like
 from tilework.sharded.tensor import ShardedTensor
 
 

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.world import AnyGroup, NonMember, get_rank
-from tilework.sharded import checks, from_local_shards, gather, reshard, serialization, to_device
-from tilework.sharded.base import ShardedTensorBase, mark_parameter, rebuild_base
-from tilework.sharded.device import RemoteDevice
-from tilework.sharded.graph import graph_tiles, keep_stand_in
+from tilework.comm.operations.internal import leave_function
+from tilework.comm.world import (
+    AnyGroup,
+    NonMember,
+    current_world,
+    get_default_group,
+    get_rank,
+    get_world_size,
+    is_initialized,
+)
+from tilework.sharded import checks, from_local_shards, moves
+from tilework.sharded.base import (
+    ShardedTensorBase,
+    assemble,
+    graph_tiles,
+    keep_stand_in,
+    mark_parameter,
+    rebuild_base,
+)
+from tilework.sharded.checks import check_rrefs, places
 from tilework.sharded.metadata import (
     Items,
+    RemoteDevice,
     Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     _named_properties,
+    covers,
 )
-from tilework.sharded.placement import check_rrefs, places
 from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
 )
-from tilework.sharded.wrap import assemble
-
-if TYPE_CHECKING:
-    from tilework.rpc import RRef
-    from tilework.sharded.remote import RemoteShards
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -241,7 +254,7 @@ class ShardedTensor(ShardedTensorBase):
             ValueError: ``out`` is missing on ``dst``, has another shape, or is given on another
                 rank, or ``dst`` is not in the group. Raised on every rank.
         """
-        gather.gather(self, dst, out, enforce_dtype, dtype)
+        moves.gather(self, dst, out, enforce_dtype, dtype)
 
     def full_tensor(self) -> Tensor:
         """The full tensor as a plain tensor, on every rank of the group.
@@ -249,7 +262,7 @@ class ShardedTensor(ShardedTensorBase):
         Collective over the group; blocks. Differentiable: the result is one value that all ranks
         hold; each shard's gradient is therefore a slice of the result's gradient.
         """
-        return gather.full_tensor(self)
+        return moves.full_tensor(self)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Reshard this tensor in place; return it.
@@ -281,7 +294,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def _reshard_(self, spec: ShardingSpec, through_autograd: bool) -> ShardedTensor:
         through_autograd = through_autograd and torch.is_grad_enabled()
-        reshard.reshard(self, spec, init_rrefs=self._init_rrefs, through_autograd=through_autograd)
+        moves.reshard(self, spec, init_rrefs=self._init_rrefs, through_autograd=through_autograd)
         if self._init_rrefs:
             self._share_rrefs()
         return self
@@ -314,7 +327,7 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             RuntimeError: A memory format other than contiguous or preserved.
         """
-        return to_device.to(self, *args, **kwargs)
+        return moves.to(self, *args, **kwargs)
 
     def cpu(
         self,
@@ -322,7 +335,7 @@ class ShardedTensor(ShardedTensorBase):
         process_group: AnyGroup = None,
     ) -> ShardedTensor:
         """This tensor in CPU memory; the same tensor if it is there. See :meth:`to`."""
-        return to_device.to(self, "cpu", memory_format=memory_format, process_group=process_group)
+        return moves.to(self, "cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
         self,
@@ -338,15 +351,129 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ValueError: ``device`` is not this rank's current CUDA device.
         """
-        return to_device.to_current_device(
+        return moves.to_current_device(
             self, "cuda", device, non_blocking, memory_format, process_group
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Only plain values and the local tensors: torch.load accepts them with weights_only.
         _, state = super().__reduce_ex__(protocol)
-        saved_by = serialization.rank_info(self._process_group)
+        saved_by = _rank_info(self._process_group)
         return _rebuild, (*state, saved_by, self._init_rrefs, torch.empty(0, device=self.device))
+
+
+# -- saved and loaded --------------------------------------------------------------------------
+
+
+class _Loading:
+    """This rank's setting of :func:`load_with_process_group`; None outside of it."""
+
+    group: AnyGroup = None
+
+
+@contextmanager
+def load_with_process_group(process_group: AnyGroup) -> Iterator[AnyGroup]:
+    """Load sharded tensors onto ``process_group`` within the block.
+
+    Raises:
+        RuntimeError: Another group is set already.
+
+    Example:
+        >>> import io, torch
+        >>> import tilework.distributed as dist
+        >>> from tilework.sharded import ChunkShardingSpec, load_with_process_group, ones
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     pg = dist.new_group([0, 1])
+        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...     file = io.BytesIO()
+        ...     torch.save(ones(spec, 4, process_group=pg), file)
+        ...     file.seek(0)
+        ...     with load_with_process_group(pg):
+        ...         return torch.load(file).process_group is pg
+        >>> run_ranks(2, program)
+        [True, True]
+    """
+    state = current_world().state(_Loading)
+    if state.group is not None:
+        raise RuntimeError(
+            "load_with_process_group is in effect already: leave that block before the next"
+        )
+    state.group = process_group
+    try:
+        yield process_group
+    finally:
+        state.group = None
+
+
+def _current_process_group() -> ProcessGroup | NonMember:
+    """The group of :func:`load_with_process_group`, else the default group."""
+    group = current_world().state(_Loading).group
+    return get_default_group() if group is None else group
+
+
+def _as_loaded(
+    metadata: ShardedTensorMetadata,
+    spec: ShardingSpec,
+    local: Sequence[tuple[Tensor, ShardMetadata]],
+    device: torch.device,
+) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
+    """The saved metadata, spec and shards, on the device given by torch.load's ``map_location``.
+
+    The device comes from a saved empty tensor, because ranks without shards need it, too.
+    """
+    own = [shard.placement for _, shard in local if shard.placement is not None]
+    places = [shard.placement for shard in metadata.shards_metadata if shard.placement is not None]
+    if local:
+        moved = not all(covers(place.device(), device) for place in own)
+    else:
+        moved = device.type not in {place.device().type for place in places}
+    if not moved:
+        return metadata, spec, [Shard(tensor, shard) for tensor, shard in local]
+    shards = [Shard(tensor, shard.moved(device)) for tensor, shard in local]
+    return metadata.moved(device), spec.moved(device), shards
+
+
+#: The rank in the group, the global rank, the size of the group, the world size.
+_RankInfo = tuple[int, int, int, int]
+
+
+def _rank_info(group: AnyGroup) -> _RankInfo:
+    """This rank's group rank and global rank, and both sizes: saved with a tensor."""
+    return get_rank(group), get_rank(), get_world_size(group), get_world_size()
+
+
+def _check_there_is_a_group() -> None:
+    """Raise RuntimeError if there is no default group to load onto."""
+    if not is_initialized():
+        raise RuntimeError(
+            "Need to initialize default process group using init_process_group before loading "
+            "a ShardedTensor"
+        )
+
+
+def _group_to_load_onto(saved: _RankInfo) -> ProcessGroup | NonMember:
+    """The group of a tensor that is being loaded.
+
+    Raises:
+        RuntimeError: There is no default group, or ranks or sizes differ from those at saving.
+    """
+    _check_there_is_a_group()
+    group = _current_process_group()
+    names = ("Local rank", "Global rank", "Local world size", "Global world size")
+    for name, then, now in zip(names, saved, _rank_info(group), strict=True):
+        if then != now:
+            raise RuntimeError(
+                f"{name} at save time was {then}, but at load time was {now}. Load on the "
+                f"ranks that saved, with load_with_process_group(…) for another group; to load on "
+                f"others, save full_tensor() or reshard first"
+            )
+    return group
+
+
+if TYPE_CHECKING:
+    from tilework.rpc import RRef
+    from tilework.sharded.remote import RemoteShards
 
 
 def _rebuild(
@@ -354,20 +481,20 @@ def _rebuild(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
     is_parameter: bool,
-    saved_by: serialization.RankInfo,
+    saved_by: _RankInfo,
     init_rrefs: bool,
     on_device: Tensor,
 ) -> ShardedTensor:
     """A pickled tensor, loaded onto the current group and the device of ``on_device``."""
 
     def make() -> ShardedTensor:
-        group = serialization.group_to_load_onto(saved_by)
+        group = _group_to_load_onto(saved_by)
         checks.check_metadata(metadata)
-        loaded, new_spec, local = serialization.as_loaded(metadata, spec, shards, on_device.device)
+        loaded, new_spec, local = _as_loaded(metadata, spec, shards, on_device.device)
         placed = places(group, loaded.shards_metadata)
         return assemble(ShardedTensor, new_spec, loaded, placed, local, group)
 
-    serialization.check_there_is_a_group()  # before ranks agree on a group
+    _check_there_is_a_group()  # before ranks agree on a group
     tensor = ShardedTensor._with_rrefs(make, init_rrefs)
     mark_parameter(tensor, is_parameter)
     return tensor
@@ -387,3 +514,18 @@ torch.serialization.add_safe_globals(
         EnumerableShardingSpec,
     ]
 )
+
+
+# -- torch.compile leaves sharded tensors alone ------------------------------------------------
+
+
+_NOT_TRACED = (
+    "operators on sharded tensors are not traced, since they communicate; compile without "
+    "fullgraph=True, or compile what is done with the local tensors"
+)
+
+for _kind in (ShardedTensorBase, ShardedTensor):
+    for _method in vars(_kind).values():
+        _function = inspect.unwrap(getattr(_method, "__func__", _method))
+        if inspect.isfunction(_function):
+            leave_function(_function, _NOT_TRACED)

@@ -28,7 +28,6 @@ from tilework.tiled.op_rules import (
     Decomposition,
     LocalCall,
     LocalRanges,
-    MakeRun,
     OpCall,
     RuleFunction,
     RuleResult,

@@ -19,8 +19,10 @@ from tests.sharded.ops.op_checks import (
     CUTS,
     RANKS,
     SIZE,
+    WHOLE_DIMS,
     check_cut,
     check_cuts,
+    check_same,
     compare,
     shards_of,
     values,
@@ -341,6 +343,26 @@ def test_equal_cuts_by_other_specs_are_the_same_cut() -> None:
         return both.full_tensor().tolist()
 
     assert on(2, program) == [[[2.0] * 4] * 4] * 2
+
+
+@each("dim", [0, 1])
+def test_operands_whose_tiles_fit_are_broadcast(dim: int) -> None:
+    def program(rank: int) -> None:
+        for name, spec in CUTS.items():
+            if dim in WHOLE_DIMS[name]:
+                whole = values(*SIZE).requires_grad_()
+                check_same(rank, lambda x: x - x.mean(dim, keepdim=True), [whole], spec)
+                check_same(rank, lambda x: torch.where(x > 0, x, x.amax(dim, True)), [whole], spec)
+
+    on(RANKS, program)
+
+
+def test_writes_are_not_broadcast() -> None:
+    def program(rank: int) -> None:
+        tensor: Any = ones(chunks(0, [0]), 4, 2)
+        tensor.sub_(tensor.mean(1, keepdim=True))
+
+    check_all_raise(2, program, RuntimeError, "not supported for ShardedTensor!$")
 
 
 def test_nothing_is_communicated() -> None:

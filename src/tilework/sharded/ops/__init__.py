@@ -6,13 +6,10 @@ A function that is neither in the table nor in a family raises.
 from tilework.sharded.ops import (
     basic,
     by_tile,
-    comparisons,
+    composed,
     embedding,
-    filling,
-    foreach,
     gradients,
     linear,
-    losses,
     reductions,
     slicing,
 )
@@ -22,14 +19,11 @@ install(
     {
         **by_tile.TABLE,
         **basic.TABLE,
+        **composed.TABLE,
         **gradients.TABLE,
-        **filling.TABLE,
-        **losses.TABLE,
         **slicing.TABLE,
-        **comparisons.TABLE,
         **linear.TABLE,
         **embedding.TABLE,
-        **foreach.TABLE,
     },
-    [module.family for module in (reductions, foreach, by_tile)],
+    [module.family for module in (reductions, composed, by_tile)],
 )

@@ -118,15 +118,8 @@ def _look_up(box: Box, tile: Tensor, by_span: dict[tuple[int, int], Tensor]) -> 
 
 # -- handlers ----------------------------------------------------------------------------------
 
-_SINGLE = (
-    "input",
-    "weight",
-    "padding_idx",
-    "max_norm",
-    "norm_type",
-    "scale_grad_by_freq",
-    "sparse",
-)
+_SINGLE = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq",
+    "sparse")  # fmt: skip
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode",
     "sparse", "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
 

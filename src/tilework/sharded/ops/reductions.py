@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.internal import all_gather_into_tensor
 from tilework.layout import Box
 from tilework.sharded.checks import unsupported
 from tilework.sharded.ops.by_tile import by_tile, elementwise
-from tilework.sharded.ops.gather_tiles import gather_from_tiles
 from tilework.sharded.ops.tiles import (
     dims_of,
     graph_tiles,
@@ -31,6 +32,52 @@ from tilework.sharded.ops.tiles import (
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.rules import accumulation_dtype
+
+
+def gather_from_tiles(tensor: ShardedTensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """The results of ``compute`` for each tile that has elements, stacked, on every rank.
+
+    Collective: one all_gather, of as many results as the rank with the most tiles has. The gathered
+    value is replicated: each rank takes its own tiles' part of the gradient.
+
+    Args:
+        tensor: A tensor with elements.
+        compute: Maps a tile to a tensor of a shape that is the same for all tiles.
+    """
+    group = member_of(tensor, "a reduction")
+    results = [compute(tile) for tile in tensor.local_tiles() if tile.numel()]
+    if results:
+        local = torch.stack(results)
+    else:
+        local = compute(zeros_after(tensor, (1,) * tensor.dim())).unsqueeze(0)[:0]
+    owners = [tile.owners[0] for tile in tensor.tiling.tiles if not tile.box.empty]
+    gathered: Tensor = _GatherRows.apply(local, group, owners)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gathers all rows to all ranks, in the order of ``owners``."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: ProcessGroup, owners: list[int]) -> Tensor:
+        counts = dict.fromkeys(group.global_ranks, 0)
+        places = []
+        for owner in owners:
+            places.append((group.group_ranks[owner], counts[owner]))
+            counts[owner] += 1
+        most = max(counts.values())
+        padded = local.new_zeros((most, *local.shape[1:]))
+        padded[: len(local)] = local
+        gathered = local.new_empty((group.size() * most, *local.shape[1:]))
+        all_gather_into_tensor(gathered, padded, group)
+        ctx.own = [i for i, (rank, _) in enumerate(places) if rank == group.rank()]
+        return gathered[[rank * most + i for rank, i in places]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[ctx.own], None, None
+
 
 #: From a tensor with elements, the dtype of the result and the operator's options.
 Reduce = Callable[[ShardedTensor, torch.dtype, dict[str, Any]], Tensor]
@@ -46,25 +93,15 @@ def _folded(func: Callable[..., Tensor]) -> Reduce:
     return reduce
 
 
-def _sum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return (
-        gather_from_tiles(tensor, lambda tile: tile.sum(dtype=accumulation_dtype(dtype)))
-        .sum()
-        .to(dtype)
-    )
+def _summed(name: str, mean: bool = False) -> Reduce:
+    """The sum of tiles' sums by a method of this name; divided by the number of elements."""
 
+    def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+        kind = accumulation_dtype(dtype)
+        total = gather_from_tiles(tensor, lambda tile: getattr(tile, name)(dtype=kind)).sum()
+        return (total / tensor.numel() if mean else total).to(dtype)
 
-def _nansum(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return (
-        gather_from_tiles(tensor, lambda tile: tile.nansum(dtype=accumulation_dtype(dtype)))
-        .sum()
-        .to(dtype)
-    )
-
-
-def _mean(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    total = gather_from_tiles(tensor, lambda tile: tile.sum(dtype=accumulation_dtype(dtype))).sum()
-    return (total / tensor.numel()).to(dtype)
+    return reduce
 
 
 def _count_nonzero(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
@@ -208,9 +245,9 @@ _DIM = ("dim", "keepdim")
 _SPREAD = ("dim", "unbiased", "keepdim")
 #: The reduction over all elements (None: refused), and the arguments after the tensor.
 _REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
-    "sum": (_sum, _DIM),
-    "nansum": (_nansum, _DIM),
-    "mean": (_mean, _DIM),
+    "sum": (_summed("sum"), _DIM),
+    "nansum": (_summed("nansum"), _DIM),
+    "mean": (_summed("sum", mean=True), _DIM),
     "nanmean": (None, _DIM),
     "prod": (_folded(torch.prod), _DIM),
     "any": (_folded(torch.any), _DIM),

@@ -18,9 +18,10 @@ from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import NonMember, current_world, get_rank
 from tilework.layout import Box
 from tilework.sharded import checks
+from tilework.sharded.base import graph_tiles as graph_tiles
+from tilework.sharded.base import keep_stand_in as keep_stand_in
+from tilework.sharded.base import with_properties, wrap_results
 from tilework.sharded.checks import unsupported
-from tilework.sharded.graph import graph_tiles as graph_tiles
-from tilework.sharded.graph import keep_stand_in as keep_stand_in
 from tilework.sharded.metadata import (
     Items,
     Shard,
@@ -34,7 +35,6 @@ from tilework.sharded.specs import (
     infer_sharding_spec_from_shards_metadata,
 )
 from tilework.sharded.tensor import ShardedTensor
-from tilework.sharded.wrap import with_properties, wrap_results
 from tilework.tiled.rules import dim_at
 
 T = TypeVar("T")

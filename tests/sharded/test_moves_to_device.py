@@ -16,7 +16,7 @@ from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, grid, nu
 from tests.tables import each
 from tilework import sharded
 from tilework.sharded import ChunkShardingSpec, ShardedTensor, ShardingSpec
-from tilework.sharded.to_device import to_current_device
+from tilework.sharded.moves import to_current_device
 
 SPECS = [chunks(0, [0, 1]), chunks(0, [1, 0, 1]), chunks(0, [1]), grid([1, 3], [2, 1], [0, 1])]
 
@@ -145,7 +145,7 @@ def test_nonsense() -> None:
 @pytest.fixture
 def second_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank's current device of the kind "meta" has the index 1."""
-    device = "tilework.sharded.to_device._current_device"
+    device = "tilework.sharded.moves._current_device"
     monkeypatch.setattr(device, lambda kind: torch.device(kind, 1))
 
 
