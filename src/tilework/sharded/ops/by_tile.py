@@ -184,7 +184,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
-    """How a call runs by its rule, for operands of these layouts and the same static arguments."""
+    """The rule of a call, for operands of these layouts and the same static arguments."""
 
     call: LocalCall
     #: The factor map, and the ranges of each tile.
@@ -246,10 +246,10 @@ def _outermost(dim: Dim) -> int:
 
 
 def _planned(call: _Call, unknown: str) -> _Plan:
-    """How a call runs by its rule.
+    """The rule of a call, evaluated on the operands' boxes.
 
     Raises:
-        RuntimeError: It does not, for the reason of the obstacle, or ``unknown`` without a rule.
+        RuntimeError: There is an obstacle, or no rule (``unknown``).
     """
     first, *others = call.operands
 
