@@ -353,6 +353,7 @@ def test_operands_whose_tiles_fit_are_broadcast(dim: int) -> None:
                 whole = values(*SIZE).requires_grad_()
                 check_same(rank, lambda x: x - x.mean(dim, keepdim=True), [whole], spec)
                 check_same(rank, lambda x: torch.where(x > 0, x, x.amax(dim, True)), [whole], spec)
+                check_same(rank, lambda x: x.int() // x.int().amax(dim, True), [whole + 9], spec)
 
     on(RANKS, program)
 

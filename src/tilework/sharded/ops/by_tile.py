@@ -271,7 +271,9 @@ def _planned(call: _Call, unknown: str) -> _Plan:
         plan = cached(first, (*key, *(tensor.tiling for tensor in others)), make)
     if isinstance(plan, _Plan):
         return plan
-    raise call.refused(unknown if plan is None else _REFUSALS[plan.obstacle].format(plan.dim))
+    if plan is None or unknown is OTHER_LAYOUT:
+        raise call.refused(unknown)
+    raise call.refused(_REFUSALS[plan.obstacle].format(plan.dim))
 
 
 def _local_call(call: _Call) -> LocalCall | None:
@@ -294,7 +296,8 @@ def _local_call(call: _Call) -> LocalCall | None:
         answer = None
     if isinstance(answer, LocalCall) and answer.fits(known):
         return answer
-    call.on([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in call.operands])
+    if not call.plain:
+        call.on([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in call.operands])
     return None
 
 
@@ -327,7 +330,7 @@ def by_tile(func: Callable[..., Any], unknown: str, keeps_shape: bool = False) -
             plan = _planned(call, unknown)
         call.replicate_plain(process_group)
         tiles = [graph_tiles(operand) for operand in call.operands]
-        if plan is None or in_place:
+        if plan is None or keeps_shape or in_place:
             results = [call.on(parts) for parts in zip(*tiles, strict=True)]
         else:
             numbers = first.tiling.of(get_rank()) or (None,)

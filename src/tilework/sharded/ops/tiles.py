@@ -147,7 +147,7 @@ def dims_of(tensor: Tensor, dim: Any) -> tuple[int, ...] | None:
     Raises:
         IndexError: The tensor has no such dim.
     """
-    dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = () if dim is None else dim if isinstance(dim, list | tuple) else (dim,)
     return tuple(sorted({dim_at(dim, tensor.dim()) for dim in dims})) or None
 
 

@@ -64,7 +64,9 @@ def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: An
 
 @rule("flip")
 def _flip(input: Arg, *dims: Any, **named: Any) -> RuleResult:
-    turned = {dim_at(dim, input.ndim) for dim in sizes_of(dims or tuple(named.values()))}
+    turned = [dim_at(dim, input.ndim) for dim in sizes_of(dims or tuple(named.values()))]
+    if len(set(turned)) != len(turned):
+        return None  # torch refuses them
     factors = [Factor(size, unshardable=i in turned) for i, size in enumerate(input.shape)]
     return local_call({input: factors}, [factors], rearranges=True)
 
