@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from operator import is_
 from typing import Any
 
@@ -330,21 +332,24 @@ def by_tile(func: Callable[..., Any], unknown: str, keeps_shape: bool = False) -
             plan = _planned(call, unknown)
         call.replicate_plain(process_group)
         tiles = [graph_tiles(operand) for operand in call.operands]
+        parts = zip(*tiles, strict=True)
         if plan is None or keeps_shape or in_place:
-            results = [call.on(parts) for parts in zip(*tiles, strict=True)]
+            results = list(map(call.on, parts))
         else:
             numbers = first.tiling.of(get_rank()) or (None,)
-            each = zip(numbers, zip(*tiles, strict=True), strict=True)
-            results = [plan.run(call, number, parts) for number, parts in each]
-        if isinstance(results[0], Tensor):
-            return _sharded(call, plan, tiles, results)
-        if not isinstance(results[0], list | tuple):
-            return results[0]
-        columns = enumerate(zip(*results, strict=True))
-        made = [_sharded(call, plan, tiles, column, output) for output, column in columns]
-        return type(results[0])(made)
+            results = list(map(partial(plan.run, call), numbers, parts))
+        return _collected(results, partial(_sharded, call, plan, tiles))
 
     return handler
+
+
+def _collected(results: Sequence[Any], sharded: Callable[[Sequence[Tensor], int], Tensor]) -> Any:
+    """The results of a call, from those for all tiles."""
+    if isinstance(results[0], Tensor):
+        return sharded(results, 0)
+    if not isinstance(results[0], list | tuple):
+        return results[0]
+    return type(results[0])(map(sharded, zip(*results, strict=True), count()))
 
 
 def _sharded(
@@ -352,7 +357,7 @@ def _sharded(
     plan: _Plan | None,
     tiles: Sequence[Sequence[Tensor]],
     results: Sequence[Tensor],
-    output: int = 0,
+    output: int,
 ) -> ShardedTensor:
     """The sharded tensor of the results for all tiles."""
     for operand, own in zip(call.operands, tiles, strict=True):

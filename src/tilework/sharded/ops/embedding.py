@@ -96,6 +96,17 @@ def _fetch(
     ]
     # … and rows come back, tile by tile.
     parts = [torch.cat([_look_up(box, tile, ids) for box, tile in own]) for ids in by_span]
+    return _receive(parts, wanted, weight, tiles, group)
+
+
+def _receive(
+    parts: Sequence[Tensor],
+    wanted: Tensor,
+    weight: ShardedTensor,
+    tiles: list[list[Box]],
+    group: ProcessGroup,
+) -> Tensor:
+    """The wanted rows, after sending each rank its part of rows."""
     places = [
         [(start, stop, box) for box in boxes for start, stop in _within(wanted, _rows([box]))]
         for boxes in tiles

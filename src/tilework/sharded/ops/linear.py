@@ -101,19 +101,14 @@ def _multiply_at_weight(
     own, mine = working_tiles(weight), rows[group.rank()]
     columns = _columns([box for box, _ in own])
     # Each rank's columns go to the tiles that need them …
-    parts = [
-        torch.cat(
-            [x[:, :0].reshape(-1), *(x[:, c : c + n].reshape(-1) for c, n in _columns(boxes))]
-        )
-        for boxes in tiles
-    ]
+    parts = [_columns_of(x, _columns(boxes)) for boxes in tiles]
     width = sum(n for _, n in columns)
     received = exchange(parts, [count * width for count in rows], group)
     inputs = _by_columns(received, rows, columns)
     # … which multiply all ranks' rows …
     products = [F.linear(inputs[box.offsets[1], box.sizes[1]], tile) for box, tile in own]
     per_rank = zip(*(product.split_with_sizes(rows) for product in products), strict=True)
-    parts = [torch.cat([product.reshape(-1) for product in of_rank]) for of_rank in per_rank]
+    parts = [torch.cat([*map(torch.flatten, of_rank)]) for of_rank in per_rank]
     # … and send each rank the products of its rows.
     received = exchange(parts, [mine * sum(b.sizes[0] for b in boxes) for boxes in tiles], group)
     by_box: dict[Box, Tensor] = {}
@@ -122,6 +117,10 @@ def _multiply_at_weight(
         by_box.update((b, p.view(mine, b.sizes[0])) for b, p in zip(boxes, of_boxes, strict=True))
     ordered = [tile.box for tile in weight.tiling.tiles if tile.box in by_box]
     return _sum_products([(box, by_box[box]) for box in ordered], x, weight.shape[0])
+
+
+def _columns_of(x: Tensor, columns: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([x[:, :0].reshape(-1), *(x[:, c : c + n].reshape(-1) for c, n in columns)])
 
 
 def _by_columns(

@@ -154,19 +154,24 @@ def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     return tensor
 
 
+def _by_dim(shape: torch.Size, key: Any) -> tuple[Any, ...] | None:
+    """An index with a number or slice for each dim, and None for new ones; None for other keys."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if not {*map(type, keys)} <= {int, slice, type(None), type(...)} or keys.count(...) > 1:
+        return None
+    _meta(shape)[key]  # raises what torch raises
+    at = keys.index(...) if ... in keys else len(keys)
+    spread = [slice(None)] * (len(shape) - len(keys) + keys.count(None) + keys.count(...))
+    return (*keys[:at], *spread, *keys[at + 1 :])
+
+
 def _index(tensor: ShardedTensor, key: Any) -> ShardedTensor | None:
     """``tensor[key]`` for numbers, slices, None and an ellipsis; None for other keys."""
-    keys = key if isinstance(key, tuple) else (key,)
-    if not all(k is None or k is ... or isinstance(k, int | slice) for k in keys):
+    keys = _by_dim(tensor.shape, key)
+    if keys is None:
         return None
-    if any(isinstance(k, bool) for k in keys) or sum(k is ... for k in keys) > 1:
-        return None
-    _meta(tensor.shape)[key]  # raises what torch raises
-    used = sum(k is not None and k is not ... for k in keys)
-    spread = [slice(None)] * (tensor.dim() - used)
-    at = keys.index(...) if any(k is ... for k in keys) else len(keys)
     tensor, dim = alias(tensor), 0
-    for k in (*keys[:at], *spread, *keys[at + 1 :]):
+    for k in keys:
         if k is None:
             tensor = _with_new_dim(tensor, dim)
         elif isinstance(k, int):
