@@ -113,7 +113,7 @@ def test_a_dim_that_is_needed_whole_must_not_be_sharded(data: st.DataObject) -> 
         mapped = FactorMap((dim_factors(rows),), (dim_factors(rows),))
         found = check(mapped, [tiling], lambda x: x.flip(dim))
         if dim in sharded_dims(tiling):
-            assert found == NotLocal(Obstacle.UNSHARDABLE, 0, dim)
+            assert found == NotLocal(Obstacle.UNSHARDABLE, dim)
         else:
             assert isinstance(found, LocalOp)
 
@@ -126,7 +126,7 @@ def test_a_reduced_dim_must_not_be_sharded(data: st.DataObject) -> None:
     factors = factors_of(tiling.shape)
     mapped = FactorMap((dim_factors(factors),), (dim_factors(factors[:dim] + factors[dim + 1 :]),))
     found = check(mapped, [tiling], lambda x: x.sum(dim))
-    expected = NotLocal(Obstacle.REDUCED, 0, dim) if dim in sharded_dims(tiling) else found
+    expected = NotLocal(Obstacle.REDUCED, dim) if dim in sharded_dims(tiling) else found
     assert found == expected
 
 
@@ -182,7 +182,7 @@ def test_rows_times_columns_are_not_local() -> None:
     left = Tiling.of_tiles((2, 3), [Tile(row, (0,)), Tile(Box((1, 0), (1, 3)), (1,))])
     right = Tiling.of_tiles((3, 2), [Tile(column, (0,)), Tile(Box((0, 1), (3, 1)), (1,))])
     mapped = Pattern.parse("i k, k j -> i j").of([(2, 3), (3, 2)])
-    assert propagate_boxes(mapped, [left, right]) == NotLocal(Obstacle.MISMATCHED, 1, None)
+    assert propagate_boxes(mapped, [left, right]) == NotLocal(Obstacle.MISMATCHED)
 
 
 def test_outer_product_of_rows() -> None:
@@ -191,7 +191,7 @@ def test_outer_product_of_rows() -> None:
     other = Tiling((2,), ((Tile(all_of_it, (0, 1)),),))
     mapped = Pattern.parse("i, j -> i j").of([(4,), (2,)])
     # One tile of the second input is none beside two of the first, though both ranks have it.
-    assert propagate_boxes(mapped, [rows, other]) == NotLocal(Obstacle.MISMATCHED, 1, None)
+    assert propagate_boxes(mapped, [rows, other]) == NotLocal(Obstacle.MISMATCHED)
 
 
 @examples()
@@ -214,7 +214,7 @@ def test_tiles_on_other_ranks_do_not_fit() -> None:
     here, there = (Tiling.of_tiles((2,), [Tile(box, (rank,))]) for rank in (0, 1))
     factor = Factor(2)
     mapped = FactorMap((((factor,),),) * 2, (((factor,),),))
-    assert propagate_boxes(mapped, [here, there]) == NotLocal(Obstacle.MISMATCHED, 1, None)
+    assert propagate_boxes(mapped, [here, there]) == NotLocal(Obstacle.MISMATCHED)
 
 
 _RULED: dict[str, tuple[Any, ...]] = {

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from tilework.layout import Box, Tiling
 from tilework.layout.internal import Ints, trusted_box
@@ -37,13 +38,11 @@ class NotLocal:
 
     Args:
         obstacle: The reason.
-        input: The number of the input that causes it.
-        dim: The first dim that causes it; None if there is no single dim.
+        dim: The first dim of an input that causes it; None if there is no single dim.
     """
 
     obstacle: Obstacle
-    input: int
-    dim: int | None
+    dim: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,22 +167,15 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
         for dim in range(len(tiling.shape)):
             obstacle = _restrict(of_input, mapped, number, tiling, dim)
             if obstacle is not None:
-                return NotLocal(obstacle, number, dim)
+                return NotLocal(obstacle, dim)
         ranges.append(of_input)
-    owners = [tile.owners for tile in inputs[0].tiles]
-    for number, tiling in enumerate(inputs):
-        if [tile.owners for tile in tiling.tiles] != owners:
-            return NotLocal(Obstacle.MISMATCHED, number, None)
-    tiles = [_merged(of_tile) for of_tile in zip(*ranges, strict=True)]
-    for number, tiling in enumerate(inputs[1:], 1):
-        if not _fits(mapped.inputs[number], tiling, tiles):
-            return NotLocal(Obstacle.MISMATCHED, number, None)
-    if len(inputs) > 1 and not _fits(mapped.inputs[0], inputs[0], tiles):
-        return NotLocal(Obstacle.MISMATCHED, 0, None)
+    owners = [[tile.owners for tile in tiling.tiles] for tiling in inputs]
+    if any(each != owners[0] for each in owners):
+        return NotLocal(Obstacle.MISMATCHED)
+    tiles = [dict(chain(*map(dict.items, of_tile))) for of_tile in zip(*ranges, strict=True)]
     local = LocalOp(mapped, inputs, tuple(tiles))
-    if len(inputs) > 1 and not _covers(local):
-        return NotLocal(Obstacle.MISMATCHED, len(inputs) - 1, None)
-    return local
+    fit = len(inputs) == 1 or (_fit(local) and _covers(local))
+    return local if fit else NotLocal(Obstacle.MISMATCHED)
 
 
 def _covers(local: LocalOp) -> bool:
@@ -250,19 +242,12 @@ def _obstacle(mapped: FactorMap, factor: Factor) -> Obstacle | None:
     return None
 
 
-def _merged(of_inputs: Sequence[Ranges]) -> Ranges:
-    """The ranges of one tile, from the ranges of each input."""
-    merged: Ranges = {}
-    for ranges in of_inputs:
-        merged.update(ranges)
-    return merged
-
-
-def _fits(dims: Sequence[Dim], tiling: Tiling, tiles: Sequence[Ranges]) -> bool:
-    """True if each tile of an input is exactly the part that the tile's ranges of factors give."""
+def _fit(local: LocalOp) -> bool:
+    """True if each tile of each input is exactly the part that the ranges of factors give."""
     return all(
         _box(dims, tiling.shape, ranges) == tile.box
-        for ranges, tile in zip(tiles, tiling.tiles, strict=True)
+        for dims, tiling in zip(local.map.inputs, local.inputs, strict=True)
+        for ranges, tile in zip(local.tiles, tiling.tiles, strict=True)
     )
 
 

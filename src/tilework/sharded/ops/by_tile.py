@@ -264,7 +264,7 @@ def _planned(call: _Call, unknown: str) -> _Plan:
 
     plan: _Plan | NotLocal | None
     if any(tensor.process_group is not first.process_group for tensor in others):
-        plan = NotLocal(Obstacle.MISMATCHED, 0, None)
+        plan = NotLocal(Obstacle.MISMATCHED)
     elif call.plain:
         plan = make()  # a plain tensor may be changed, and then mean another call
     else:
