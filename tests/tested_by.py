@@ -197,7 +197,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "rpc/message.py": ("rpc/test_calls.py", "rpc/test_payload.py"),
     "rpc/peer_discovery.py": ("rpc/test_bootstrap.py",),
     "sharded/base.py": ("sharded/test_tensor.py", "sharded/test_tensor_saved.py"),
-    "sharded/ops/basic.py": ("sharded/ops/test_elementwise.py", "sharded/ops/test_gradients.py"),
     "sharded/ops/by_tile.py": (
         "sharded/ops/test_elementwise.py",
         "sharded/ops/test_slicing.py",

@@ -4,11 +4,10 @@ A function that is neither in the table nor in a family raises.
 """
 
 from tilework.sharded.ops import (
-    basic,
+    attributes,
     by_tile,
     composed,
     embedding,
-    gradients,
     linear,
     reductions,
     slicing,
@@ -18,9 +17,8 @@ from tilework.sharded.registry import install
 install(
     {
         **by_tile.TABLE,
-        **basic.TABLE,
+        **attributes.TABLE,
         **composed.TABLE,
-        **gradients.TABLE,
         **slicing.TABLE,
         **linear.TABLE,
         **embedding.TABLE,

@@ -24,7 +24,7 @@ from tilework.comm.functional.internal import copy_to_group
 from tilework.comm.world import NonMember, get_rank
 from tilework.layout.internal import Ints
 from tilework.sharded.checks import unsupported
-from tilework.sharded.ops.basic import getters
+from tilework.sharded.ops.attributes import getters
 from tilework.sharded.ops.tiles import (
     OTHER_LAYOUT,
     ResultLayout,
