@@ -297,6 +297,8 @@ def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str
             return func(zeros_after(tensor, tensor.shape), *args[1:], **others)
         # The plain operator on a meta tensor gives the dtype and shape, or the refusal.
         like = func(torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype), *args[1:], **others)
+        if _first(like).numel() != 1:  # any and all take () for no dims
+            return along(types, args, kwargs, process_group)
         result = reduce(tensor, _first(like).dtype, options)
         return _shaped(result, _first(like).shape)
 
