@@ -90,22 +90,6 @@ def _fills(fill: Callable[..., Tensor]) -> Handler:
     return handler
 
 
-def _uniform(
-    tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
-    return tensor.uniform_(a, b, generator=generator)
-
-
-def _normal(
-    tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
-    return tensor.normal_(mean, std, generator=generator)
-
-
-def _constant(tensor: Tensor, val: float) -> Tensor:
-    return tensor.fill_(val)
-
-
 def _kaiming_uniform(
     tensor: Tensor,
     a: float = 0,
@@ -138,32 +122,13 @@ def _item(value: Any, i: int) -> Any:
     return value[i] if isinstance(value, list | tuple) else value
 
 
-def _addc(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``addcmul`` or ``addcdiv``, where the factor is positional in the form for lists."""
-
-    def run(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-        return operator(x, a, b, value=value)
-
-    return run
-
-
-def _in_place(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The in-place form of an operator that has none."""
-
-    def run(x: Tensor, *args: Any) -> Tensor:
-        return x.copy_(operator(x, *args))
-
-    return run
-
-
 def _operator(name: str) -> Callable[..., Any] | None:
     """The operator on one tensor; None if torch has no method of this name."""
     method: Any = getattr(Tensor, name, None)
-    if name.startswith("addc"):
-        return _addc(method)
-    if method is None and name.endswith("_"):
-        new_result = getattr(Tensor, name[:-1], None)
-        return new_result and _in_place(new_result)
+    if name.startswith("addc"):  # the factor is positional in the form for lists
+        return lambda x, a, b, value=1: method(x, a, b, value=value)
+    if method is None and (of_name := getattr(Tensor, name.removesuffix("_"), None)):
+        return lambda x, *args: x.copy_(of_name(x, *args))
     return method  # type: ignore[no-any-return]
 
 
@@ -194,9 +159,15 @@ def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 TABLE: dict[Callable[..., Any], Handler] = {
     **{func: _loss(func) for func in _LOSSES},
     **{func: _compares(func) for func in _COMPARISONS},
-    init.uniform_: _fills(_uniform),
-    init.normal_: _fills(_normal),
-    init.constant_: _fills(_constant),
+    init.uniform_: _fills(
+        lambda tensor, a=0.0, b=1.0, generator=None: tensor.uniform_(a, b, generator=generator)
+    ),
+    init.normal_: _fills(
+        lambda tensor, mean=0.0, std=1.0, generator=None: tensor.normal_(
+            mean, std, generator=generator
+        )
+    ),
+    init.constant_: _fills(lambda tensor, val: tensor.fill_(val)),
     init.kaiming_uniform_: _fills(_kaiming_uniform),
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

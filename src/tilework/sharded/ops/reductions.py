@@ -104,16 +104,6 @@ def _summed(name: str, mean: bool = False) -> Reduce:
     return reduce
 
 
-def _count_nonzero(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    return gather_from_tiles(tensor, torch.count_nonzero).sum()
-
-
-def _logsumexp(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    kind = accumulation_dtype(dtype)
-    parts = gather_from_tiles(tensor, lambda tile: tile.to(kind).reshape(-1).logsumexp(0))
-    return parts.logsumexp(0).to(dtype)
-
-
 def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
     """The squares around each tile's mean, and the squares of the means around the total mean."""
     kind, n = accumulation_dtype(dtype), tensor.numel()
@@ -252,8 +242,11 @@ _REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
     "prod": (_folded(torch.prod), _DIM),
     "any": (_folded(torch.any), _DIM),
     "all": (_folded(torch.all), _DIM),
-    "count_nonzero": (_count_nonzero, ("dim",)),
-    "logsumexp": (_logsumexp, _DIM),
+    "count_nonzero": (
+        lambda tensor, dtype, options: gather_from_tiles(tensor, torch.count_nonzero).sum(),
+        ("dim",),
+    ),
+    "logsumexp": (_folded(lambda x: x.reshape(-1).logsumexp(0)), _DIM),
     "amax": (lambda tensor, dtype, options: _extreme(tensor, "amax"), _DIM),
     "amin": (lambda tensor, dtype, options: _extreme(tensor, "amin"), _DIM),
     "max": (_extremes("max"), _DIM),
