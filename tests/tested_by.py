@@ -194,8 +194,10 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "rendezvous/handlers.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rendezvous/place.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rpc/api.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),
+    "rpc/delivery.py": ("rpc/test_calls.py", "rpc/test_payload.py"),
+    "rpc/futures.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),
     "rpc/message.py": ("rpc/test_calls.py", "rpc/test_payload.py"),
-    "rpc/peer_discovery.py": ("rpc/test_bootstrap.py",),
+    "rpc/workers.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),
     "sharded/base.py": ("sharded/test_tensor.py", "sharded/test_tensor_saved.py"),
     "sharded/ops/by_tile.py": (
         "sharded/ops/test_elementwise.py",

@@ -16,9 +16,9 @@ from tests.faults.forked_ranks import Holdings
 from tests.rpc.joined_ranks import identity, only, together, until
 from tests.tables import each
 from tilework import rpc
-from tilework.rpc.memory import LEAST_BYTES
 from tilework.rpc.message import NO_FILE, MessageKind, decode, encode
 from tilework.rpc.payload import Payload, load
+from tilework.rpc.shared_buffers import LEAST_BYTES
 from tilework.rpc.transport import MAX_FRAME_BYTES
 from tilework.testing.ranks import Kind as RankKind
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilework.errors import PeerLostError
-from tilework.rpc.entries import Entry, Owned
 from tilework.rpc.message import NEW, MessageKind, Ref
-from tilework.rpc.references import References
+from tilework.rpc.references import Entry, Owned, References
 
 RANKS = 3
 MOST_VALUES = 2

@@ -19,9 +19,8 @@ import zmq
 from tests.faults.forked_ranks import Holdings
 from tests.rpc.joined_ranks import my_name, this_agent, together, until
 from tilework import rpc
-from tilework.rpc.keys import Keys, agree_on_keys
 from tilework.rpc.message import MessageKind, encode
-from tilework.rpc.transport import MAX_FRAME_BYTES
+from tilework.rpc.transport import MAX_FRAME_BYTES, Keys, agree_on_keys
 from tilework.store import HashStore, PrefixStore, TCPStore
 
 _ran: list[str] = []

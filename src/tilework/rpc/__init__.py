@@ -27,9 +27,8 @@ from tilework.rpc.api import (
     rpc_sync,
     shutdown,
 )
-from tilework.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from tilework.rpc.rref import RRef
-from tilework.rpc.workers import WorkerInfo
+from tilework.rpc.workers import UNSET_RPC_TIMEOUT, RpcBackendOptions, WorkerInfo
 
 TensorPipeRpcBackendOptions = RpcBackendOptions
 is_current_rpc_agent_set = is_initialized

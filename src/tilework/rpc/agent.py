@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import math
@@ -14,23 +15,88 @@ from typing import Any, Final
 
 from tilework.comm.per_call.internal import Site, run_soon, user_frame
 from tilework.errors import DistError, RpcTimeoutError
-from tilework.rpc.calls import BlockingCall, Calls, CreatingCall, FutureCall, RemoteCall, Task
-from tilework.rpc.entries import Owned
-from tilework.rpc.failures import RemoteFailure
+from tilework.rpc.agent_protocol import current_agent
+from tilework.rpc.calls import (
+    BlockingCall,
+    Calls,
+    CreatingCall,
+    FutureCall,
+    InFlight,
+    RemoteCall,
+    Task,
+)
+from tilework.rpc.delivery import Received, Sender
 from tilework.rpc.functions import is_async
-from tilework.rpc.futures import Later, RpcFuture
-from tilework.rpc.gathering import Gatherings, Key
-from tilework.rpc.in_flight import InFlight
-from tilework.rpc.memory import MappedBuffers, Probe, SharedBufferPool
+from tilework.rpc.futures import Gatherings, Key, Later, RpcFuture
 from tilework.rpc.message import NO_FILE, MessageKind, Ref, RpcMessage, decode, encode
-from tilework.rpc.options import Timeout, timeout_seconds
-from tilework.rpc.received import Received
+from tilework.rpc.payload import RemoteFailure
+from tilework.rpc.references import Owned
 from tilework.rpc.rref import RRef, fill
-from tilework.rpc.sender import Sender
-from tilework.rpc.state import current_agent
-from tilework.rpc.thread_pool import ThreadPool
+from tilework.rpc.shared_buffers import MappedBuffers, Probe, SharedBufferPool
 from tilework.rpc.transport import Transport
-from tilework.rpc.workers import Directory, To
+from tilework.rpc.workers import Directory, Timeout, To, timeout_seconds
+
+
+class ThreadPool:
+    """Threads that take turns at receiving a task; the thread that received it runs it.
+
+    No task is handed from thread to thread. Before a thread runs a task, it leaves the turn to
+    another thread: a function that blocks holds up no messages. There is always a thread that
+    receives, or waits to.
+
+    Args:
+        receive: Waits for the next task and returns it; None at the end. Threads call it in turn.
+        idle: The number of idle threads that are kept for later tasks.
+        name: The threads' name.
+    """
+
+    def __init__(self, receive: Callable[[], Task | None], idle: int, name: str) -> None:
+        self._receive, self._keep, self._name = receive, idle, name
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        #: Threads that receive, or wait for their turn.
+        self._idle: set[threading.Thread] = set()
+        self._ended = False
+
+    def start(self) -> None:
+        """Begin to receive."""
+        with self._lock:
+            self._add()
+
+    def _add(self) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        # Without one more thread, messages wait until a task has ended.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._idle.add(thread)
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._turn:
+                task = None if self._ended else self._receive()
+                if task is None:
+                    self._ended = True
+                    return
+                with self._lock:
+                    self._idle.discard(me)
+                    if not self._idle:
+                        self._add()
+            task()
+            del task  # what it holds must not live until the next one
+            with self._lock:
+                if len(self._idle) >= self._keep:
+                    return
+                self._idle.add(me)
+
+    def join(self) -> None:
+        """Wait until no thread receives. Call this once ``receive`` returns None or soon will."""
+        with self._lock:
+            idle = list(self._idle)
+        for thread in idle:
+            if thread is not threading.current_thread():
+                thread.join()
+
 
 _log = logging.getLogger(__name__)
 
@@ -160,10 +226,7 @@ class Agent:
         }
 
     def _issue(self, call: RemoteCall, job: tuple[Any, ...], new: Ref | None = None) -> int:
-        """Send ``call``, which runs ``job`` on the other rank, and return the call's number.
-
-        ``new`` is the reference in ``job`` whose value the call makes, if any.
-        """
+        """Send ``call``, which runs ``job`` on the other rank, and return the call's number."""
         to = call.to.id
         payload, refs = self.sender.pack(job, to, new)
         number, wake = self._calls.add(call)
@@ -179,10 +242,7 @@ class Agent:
     # -- receiving: on the pool's threads ----------------------------------------------------
 
     def _next_task(self) -> Task | None:
-        """Receive messages until a message leaves work that may take long; return that work.
-
-        Quick messages are handled here. None: the agent was closed.
-        """
+        """Receive messages until one leaves work that may take long, or the agent is closed."""
         while not self._stopped:
             task = self._handle(self._transport.receive())
             if task is not None:
@@ -317,10 +377,7 @@ class Agent:
     # -- watching: on a separate thread --------------------------------------------------------
 
     def _watch(self) -> None:
-        """End calls that are late or whose worker is gone, until the agent is closed.
-
-        Also tells other ranks which of their values and memory files this rank has dropped.
-        """
+        """End late calls and calls to lost ranks; tell others what this rank has dropped."""
         while not self._closed:
             next_loss = self._losing[0][0] if self._losing else math.inf
             until = self._calls.sleep_until(min(next_loss, self._shared_buffers.tidy()))

@@ -1,15 +1,15 @@
-"""The interface of a rank's RPC engine for references and the public functions."""
+"""The interface of a rank's RPC engine, and the engine that the calling rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tilework.rpc.futures import RpcFuture
-from tilework.rpc.gathering import Gatherings
-from tilework.rpc.options import Timeout
+from tilework.comm.world import current_world
+from tilework.rpc.futures import Gatherings, RpcFuture
 from tilework.rpc.references import References
-from tilework.rpc.workers import Directory, To
+from tilework.rpc.workers import Directory, Timeout, To
+from tilework.store import Store
 
 
 class AgentProtocol(Protocol):
@@ -53,3 +53,38 @@ class AgentProtocol(Protocol):
     def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any: ...
     def finish(self, timeout: Timeout) -> None: ...
     def close(self, linger_seconds: float = 0.0) -> None: ...
+
+
+class RpcState:
+    """This rank's agent, between init_rpc and shutdown. Closed together with the rank's groups."""
+
+    def __init__(self) -> None:
+        self.agent: AgentProtocol | None = None
+        #: The store that the ranks met at, if it was opened for that.
+        self.store: Store | None = None
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Leave RPC; messages that were sent have ``linger_seconds`` to leave. Idempotent."""
+        agent, self.agent = self.agent, None
+        store, self.store = self.store, None
+        if agent is not None:
+            agent.close(linger_seconds)
+        if store is not None:
+            store.close()
+
+
+def current_state() -> RpcState:
+    """The RPC state of the calling rank."""
+    return current_world().state(RpcState)
+
+
+def current_agent() -> AgentProtocol:
+    """The calling rank's agent.
+
+    Raises:
+        RuntimeError: The rank has not called init_rpc, or has called shutdown since.
+    """
+    agent = current_state().agent
+    if agent is None:
+        raise RuntimeError("RPC has not been initialized. Call rpc.init_rpc first.")
+    return agent

@@ -1,12 +1,16 @@
-"""torch's futures, as RPC makes them."""
+"""Futures, as RPC makes them, and gatherings: objects of several ranks in a future."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+
+from tilework.errors import PeerLostError
 
 T = TypeVar("T")
 
@@ -53,3 +57,72 @@ class Later:
                 f"torch.futures.Future, but it returned {type(result).__name__}"
             )
         return cls(result)
+
+
+#: A gathering: the purpose, the ranks, and a number among gatherings of the same kind.
+Key = tuple[str, tuple[int, ...], int]
+
+
+class _Round:
+    """A gathering on the rank that collects: the objects so far, and the future of all objects."""
+
+    def __init__(self) -> None:
+        self.objects: dict[int, Any] = {}
+        self.future: RpcFuture[dict[int, Any]] = RpcFuture()
+
+
+class Gatherings:
+    """A rank's part in gatherings: counts those that it joins, and collects objects."""
+
+    def __init__(self) -> None:
+        self._lock, self._joining = threading.Lock(), threading.Lock()
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._rounds: dict[Key, _Round] = {}
+        self._lost: set[int] = set()
+
+    @contextmanager
+    def joining(self, purpose: str, ranks: tuple[int, ...]) -> Iterator[Key]:
+        """The key of the next gathering of ``ranks`` for ``purpose``; equal on all these ranks.
+
+        The gathering counts if the block has sent this rank's object. If the block raises, as with
+        an object that does not pickle, this rank's next call takes part in the same gathering.
+        """
+        with self._joining:
+            number = self._counts[purpose, ranks] + 1
+            yield purpose, ranks, number
+            self._counts[purpose, ranks] = number
+
+    def arrive(self, key: Key, rank: int, obj: Any) -> Later:
+        """Add ``obj`` of ``rank`` to gathering ``key``, on the rank that collects.
+
+        The future in the result has the objects of all ranks, by rank, when all have arrived.
+        """
+        _, ranks, _ = key
+        with self._lock:
+            gone = sorted(self._lost.intersection(ranks))
+            if gone:
+                raise _lost_error(key, gone)
+            round = self._rounds.setdefault(key, _Round())
+            round.objects[rank] = obj
+            complete = len(round.objects) == len(ranks)
+            if complete:
+                del self._rounds[key]
+        if complete:
+            round.future.set_result({rank: round.objects[rank] for rank in ranks})
+        return Later(round.future)
+
+    def lose(self, rank: int) -> None:
+        """Fail the gatherings that need ``rank``, which is gone."""
+        with self._lock:
+            self._lost.add(rank)
+            ended = [key for key in self._rounds if rank in key[1]]
+            rounds = {key: self._rounds.pop(key) for key in ended}
+        for key, round in rounds.items():
+            round.future.set_exception(_lost_error(key, [rank]))
+
+
+def _lost_error(key: Key, gone: list[int]) -> PeerLostError:
+    purpose, ranks, _ = key
+    return PeerLostError(
+        f"{purpose} among ranks {list(ranks)}: ranks {gone} died or left", ranks=gone
+    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from tilework.rpc.agent_protocol import AgentProtocol
-from tilework.rpc.entries import Entry, Owned
+from tilework.rpc.agent_protocol import AgentProtocol, current_agent
 from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later
-from tilework.rpc.options import UNSET_RPC_TIMEOUT, Timeout
-from tilework.rpc.state import current_agent
-from tilework.rpc.workers import WorkerInfo
+from tilework.rpc.references import Entry, Owned
+from tilework.rpc.workers import UNSET_RPC_TIMEOUT, Timeout, WorkerInfo
 
 T = TypeVar("T")
 
@@ -141,10 +139,7 @@ class RRef(Generic[T]):
 
 
 class _Methods:
-    """Stands for the value of an RRef.
-
-    Each attribute is a function that calls the value's method of that name, on the owner.
-    """
+    """Stands for an RRef's value: each attribute calls the method of that name on the owner."""
 
     __slots__ = ("_call", "_rref", "_timeout")
 

@@ -19,7 +19,7 @@ from tests.limits import PROMPTLY
 from tests.rpc.joined_ranks import fork_and_wait, identity, my_name, nothing, until
 from tilework import rpc
 from tilework.errors import PeerLostError, RpcTimeoutError
-from tilework.rpc.state import current_agent
+from tilework.rpc.agent_protocol import current_agent
 
 
 def join_by_file(rank: int, n: int, folder: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_worker_that_dies_fails_the_calls_to_it(number: int, tmp_path: Path) -
                 when, text, lost_ranks = rank.hear()
                 assert when - died < PROMPTLY
                 assert "worker 'w1' (rank 1) died or left before sleep_forever returned" in text
-                assert "test_failures.py:" in text
+                assert "test_payload_failures.py:" in text
                 assert lost_ranks == (1,)
             assert rank.hear()[2] == (1,)
             assert rank.hear()[2] == (1,)

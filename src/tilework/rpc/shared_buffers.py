@@ -55,12 +55,7 @@ class Probe(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A memory file that is kept for later messages.
-
-    Attributes:
-        fd: The descriptor.
-        size: The size in bytes.
-    """
+    """A memory file that is kept for later messages."""
 
     fd: int
     size: int
@@ -112,10 +107,7 @@ class SharedBufferPool:
         return best[1]
 
     def _make_room(self, size: int) -> bool:
-        """True if a new file of ``size`` bytes can be kept for reuse within the limits.
-
-        Unused files are closed to make room.
-        """
+        """True if a new file of ``size`` bytes can be kept, once unused files are closed."""
         taken = sum(file.size for file in self._returning.values())
         if len(self._returning) >= _MOST_FILES or taken + size > _MOST_BYTES:
             return False
@@ -273,10 +265,7 @@ def place(sizes: Sequence[int]) -> list[int]:
 
 
 def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
-    """Write ``parts`` to the file ``fd``, or to a new file if None; return the file's descriptor.
-
-    None: writing failed, and the file is closed.
-    """
+    """Write ``parts`` to the file ``fd``, or to a new file; None if writing failed."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -292,10 +281,7 @@ def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[i
 
 
 def _write(fd: int, part: memoryview, offset: int) -> None:
-    """Write ``part`` to the file ``fd`` at ``offset``.
-
-    Copying into a mapping would be slower: the kernel would clear the pages first.
-    """
+    """Write ``part`` at ``offset``; into a mapping is slower: the kernel clears pages first."""
     done = 0
     while done < len(part):
         done += os.pwrite(fd, part[done:], offset + done)

@@ -12,8 +12,8 @@ import torch
 from tests.faults.forked_ranks import Holdings
 from tests.rpc.joined_ranks import fork_and_wait, identity, only, this_agent, together, until
 from tilework import rpc
-from tilework.rpc import memory
-from tilework.rpc.memory import LEAST_BYTES, MappedBuffers, Probe, SharedBufferPool
+from tilework.rpc import shared_buffers
+from tilework.rpc.shared_buffers import LEAST_BYTES, MappedBuffers, Probe, SharedBufferPool
 
 SIZE = 2 * LEAST_BYTES
 
@@ -90,7 +90,7 @@ def test_a_file_that_a_forked_child_has_is_not_written_again() -> None:
 
 
 def test_there_is_a_limit_to_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_MOST_FILES", 3)
+    monkeypatch.setattr(shared_buffers, "_MOST_FILES", 3)
     pair = Pair()
     files = Holdings.now().descriptors
     held = [pair.map(n) for n in range(10)]
@@ -98,13 +98,13 @@ def test_there_is_a_limit_to_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert [found[0] for found in held] == list(range(10))
     del held
     assert pair.give_back() == [True] * 3
-    monkeypatch.setattr(memory, "_MOST_BYTES", SIZE)
+    monkeypatch.setattr(shared_buffers, "_MOST_BYTES", SIZE)
     assert shared(pair.pool, 1, SIZE + 1)[1] is False  # too large to be kept
     pair.pool.close()
 
 
 def test_unused_files_are_let_go_of_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(shared_buffers, "_KEPT_SECONDS", 0.05)
 
     def act() -> None:
         rpc.rpc_sync("w1", identity, args=(1,))

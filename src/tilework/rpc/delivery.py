@@ -1,16 +1,17 @@
-"""Sending: objects into messages, large buffers into memory files, references counted."""
+"""Objects sent and received: large buffers in memory files, references counted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tilework.rpc import memory
-from tilework.rpc.memory import Probe, SharedBufferPool
-from tilework.rpc.message import NO_FILE, File, MessageKind, Ref, encode
-from tilework.rpc.payload import Payload
-from tilework.rpc.references import References
+from tilework.errors import DistError
+from tilework.rpc.message import NEW, NO_FILE, File, MessageKind, Ref, RpcMessage, encode
+from tilework.rpc.payload import Payload, load
+from tilework.rpc.references import Owned, References
 from tilework.rpc.rref import RRef
+from tilework.rpc.shared_buffers import LEAST_BYTES, Probe, SharedBufferPool, place
 from tilework.rpc.transport import Transport
 
 
@@ -72,16 +73,12 @@ class Sender:
         return sent
 
     def _share(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
-        """Write the large parts to a memory file for ``to``; (the file, each part's offset in it).
-
-        The offset of a small part is -1. Without large parts, or if ``to`` cannot open memory
-        files, the result is ``(NO_FILE, [])``.
-        """
+        """Write large parts to a memory file for ``to``; (the file, parts' offsets or -1)."""
         sizes = [part.nbytes for part in parts]
-        large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
+        large = [i for i, size in enumerate(sizes) if size >= LEAST_BYTES]
         if not large or to not in self.readers:
             return NO_FILE, []
-        offsets = memory.place([sizes[i] for i in large])
+        offsets = place([sizes[i] for i in large])
         shared = self._shared_buffers.share(to, [parts[i] for i in large], offsets)
         if shared is None:
             return NO_FILE, []
@@ -97,3 +94,37 @@ class Sender:
     def hello(self, to: int) -> bytes:
         """The first message to rank ``to``: can this rank open the memory files of ``to``?"""
         return b"".join(encode(MessageKind.HELLO, self._rank, int(self._probes[to].readable())))
+
+
+@dataclass(slots=True, eq=False)
+class Received:
+    """A message whose references are counted and whose memory file is mapped.
+
+    The pickle is not read yet: reading it may run code that takes long or fails. If the message is
+    dropped unread, the references and the file are released as usual.
+    """
+
+    message: RpcMessage
+    """The message."""
+    refs: list[RRef[Any]]
+    """The references in the message."""
+    file: Any
+    """The contents of the memory file; the error if that cannot be opened; None without a file."""
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if the memory file could not be opened."""
+        return isinstance(self.file, OSError)
+
+    def load(self) -> Any:
+        """Unpickle and return the object that was sent."""
+        if self.lacks_memory:
+            raise DistError(f"cannot open the sender's memory: {self.file}")
+        data, *buffers = self.message.load(self.file)
+        return load(data, buffers, self.refs)
+
+    def fail_new(self, error: BaseException) -> None:
+        """If the message was to make a value on this rank, fail that value with ``error``."""
+        for rref, ref in zip(self.refs, self.message.refs, strict=True):
+            if ref.pin == NEW and isinstance(rref.entry, Owned):
+                rref.entry.fail(error)
