@@ -18,7 +18,7 @@ from tests.checkpoint.faulty_calls import fail_at, watched
 from tests.checkpoint.states import dtensor, full, model, numbers, train
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, asynchronous
-from tilework.checkpoint.memory import lasting_bytes
+from tilework.checkpoint.tensor_bytes import lasting_bytes
 from tilework.dtensor import Shard
 from tilework.testing import run_ranks
 

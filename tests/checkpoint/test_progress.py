@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.states import dtensor, numbers
 from tilework import checkpoint
-from tilework.checkpoint import api, asynchronous, core_reads, progress
+from tilework.checkpoint import api, asynchronous, progress, reading
 from tilework.checkpoint.progress import Progress
 from tilework.dtensor import Placement, Replicate, Shard
 from tilework.testing import run_ranks
@@ -89,7 +89,7 @@ class Counted(Progress):
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     Counted.made = []
     monkeypatch.setattr(api, "Progress", Counted)
-    monkeypatch.setattr(core_reads, "CALL_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "CALL_BYTES", 1 << 20)
     return Counted
 
 

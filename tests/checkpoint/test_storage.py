@@ -15,8 +15,7 @@ from tests.checkpoint.faulty_calls import watched
 from tests.checkpoint.states import dtensor, numbers
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, storage
-from tilework.checkpoint.late_close import LateClose
-from tilework.checkpoint.storage import LocalStorage
+from tilework.checkpoint.storage import LateClose, LocalStorage
 from tilework.dtensor import Shard
 from tilework.testing import run_ranks
 

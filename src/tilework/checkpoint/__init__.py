@@ -9,19 +9,18 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 
 - ``api``: the functions that programs call; ``asynchronous``: saving in the background;
   ``manager``: the checkpoints of one run;
-- ``objects``, ``flattening``, ``flat_state``, ``values``: states of objects as containers,
-  containers as paths;
+- ``stateful_objects``, ``flattening``, ``flat_state``, ``values``: states of objects as
+  containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: the ranks' states, the parts of each rank, the
   protocol;
 - ``safetensors_index``, ``published``, ``composing``, ``memory_for_meta``: published weights, in
   the names and forms of a model that has no memory yet; ``publishing``: the way back;
-- ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
-  ``loading``: the way back;
-- ``state_dict``, ``copying``: state dicts by names, whole or sharded, as in torch;
+- ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``host_load``, ``loading``: the
+  way back;
+- ``state_dict``: state dicts by names, whole or sharded, as in torch;
 - ``showing``, ``picture``, ``kept``, ``verifying``, ``formats``, ``command``: showing checkpoints,
   and other formats;
-- ``format``, ``saved``, ``index_text``, ``dtypes``: the index; ``places``, ``storage``,
-  ``url_storage``: files.
+- ``format``, ``saved``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
 
 import importlib

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from tilework.checkpoint.describing import local_view
 from tilework.checkpoint.format import CHUNK_BYTES
-from tilework.checkpoint.memory import copy_all, lasting_bytes
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, before_end
 from tilework.checkpoint.save_planning import PlacedBox
 from tilework.checkpoint.saving import Save, SaveOptions, prepare_save, write_and_commit
 from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.tensor_bytes import copy_all, lasting_bytes
 from tilework.comm.world import current_world
 from tilework.errors import CheckpointError
 
@@ -235,11 +235,6 @@ class _Copies:
 
 
 def _copied(save: Save, background: _Background) -> _Copies:
-    """Copies of everything that this rank will write, in memory that is reused.
-
-    Raises:
-        CheckpointError: There is no memory for them.
-    """
     placed = [each for plan in save.files for each in plan.boxes]
     total = sum(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in placed)
     memory = background.copy

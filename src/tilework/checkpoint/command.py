@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from tilework import checkpoint
 from tilework.checkpoint.format import FORMATS
 from tilework.checkpoint.index_file import read_index
-from tilework.checkpoint.places import storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.save_planning import FILE_BYTES
 from tilework.checkpoint.showing import show
+from tilework.checkpoint.url_storage import storage_at
 from tilework.errors import CheckpointError
 from tilework.show import printable
 

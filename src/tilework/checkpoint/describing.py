@@ -17,9 +17,9 @@ from tilework.checkpoint.dtypes import dtype_name
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.format import Path
 from tilework.checkpoint.index_text import unique_name
-from tilework.checkpoint.memory import full_crc32
-from tilework.checkpoint.objects import is_lazy
 from tilework.checkpoint.save_planning import TensorToSave
+from tilework.checkpoint.stateful_objects import is_lazy
+from tilework.checkpoint.tensor_bytes import full_crc32
 from tilework.checkpoint.values import KIND
 from tilework.comm.per_call.internal import has_memory
 from tilework.dtensor import DTensor
@@ -212,10 +212,7 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
 
 
 def _empty_as_values(descriptions: Sequence[Description]) -> list[Description]:
-    """The descriptions, with empty lists and tuples as values where another rank has a value.
-
-    A list of numbers is a value, and an empty list a container.
-    """
+    """The descriptions, where empty sequences are values if another rank has a value."""
     distinct = {id(each): each for each in descriptions}
     leaves = [leaf for each in distinct.values() for leaf in each.leaves.items()]
     values = {path for path, facts in leaves if facts[0] == "value"}
@@ -242,12 +239,6 @@ def _copies_as_one(
 
     A model that is tensor-parallel on each of several meshes, and replicated over the meshes, is
     thus saved once. The ranks that hold a tile then take turns in writing, as within one mesh.
-
-    Args:
-        path: The path of the tensor.
-        variants: Facts of the tensor, and the positions in ``ranks`` of the ranks with these facts.
-        descriptions: The description of each rank.
-        ranks: The global ranks that save.
     """
     if len(variants) == 1 or any(facts[0] != "tiles" for facts, _ in variants):
         return variants
@@ -274,8 +265,6 @@ def _copies_as_one(
 
 
 class _Merger:
-    """The state of all ranks under construction."""
-
     def __init__(self) -> None:
         self.state = MergedState(FlatState(), [], [], {})
         self._names: set[str] = set()
@@ -284,10 +273,7 @@ class _Merger:
     def leaf(
         self, path: Path, facts: Facts, owners: tuple[int, ...], suffix: str
     ) -> FlatValue | NamedTensor:
-        """The leaf of the merged state for some ranks that describe a leaf equally.
-
-        It is a value, or a tensor's name. A tensor is also added to the tensors to save.
-        """
+        """The leaf of the merged state for some ranks that describe a leaf equally."""
         if facts[0] == "value":
             return FlatValue(facts[1])
         name = unique_name(f"{dotted(path)}{suffix}", self._names)

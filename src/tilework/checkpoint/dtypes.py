@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-#: The dtypes of ``dtype_names``.
+#: The dtypes of ``saved``.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

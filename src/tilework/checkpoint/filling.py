@@ -20,9 +20,8 @@ from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, Pe
 from tilework.checkpoint.flattening import flatten, is_numpy_array, numpy_as_tensor, rebuild
 from tilework.checkpoint.format import Index, Path
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.objects import Containers, has_state, is_lazy, unwrapped
-from tilework.checkpoint.parameter_names import Places
 from tilework.checkpoint.saved import SavedTensor
+from tilework.checkpoint.stateful_objects import Containers, Places, has_state, is_lazy, unwrapped
 from tilework.checkpoint.values import decode_value, is_plain_sequence
 from tilework.comm.per_call.internal import awaited, has_memory
 from tilework.dtensor import DTensor
@@ -533,11 +532,7 @@ def _addresses(values: Iterable[Any]) -> set[int]:
 
 
 def _check_one_copy(tensor: Tensor, saved: PerRank, where: str) -> None:
-    """Raise if ranks that hold parts of a DTensor were to fill them from different saved tensors.
-
-    Raises:
-        CheckpointError: On all ranks of the tensor: the checkpoint has another tensor for some.
-    """
+    """Raise if ranks were to fill their parts of a DTensor from different saved tensors."""
     if is_torch_dtensor(tensor):
         tensor = DTensor.from_torch(tensor)
     if not isinstance(tensor, DTensor):

@@ -16,14 +16,14 @@ from tilework.checkpoint.filling import Filling, Finish
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
 from tilework.checkpoint.flattening import rebuild
 from tilework.checkpoint.format import Path
-from tilework.checkpoint.objects import is_split
-from tilework.checkpoint.parameter_names import (
+from tilework.checkpoint.saved import SavedTensor
+from tilework.checkpoint.stateful_objects import (
     Place,
+    is_split,
     one_to_one,
     parameters_of,
     possible_names,
 )
-from tilework.checkpoint.saved import SavedTensor
 from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of, wrap
@@ -156,10 +156,7 @@ class _Candidates:
         return None
 
     def _of_place(self, place: Place, saved: Path | None) -> dict[Any, None]:
-        """The names that a checkpoint may have for the parameter at a place of the state.
-
-        ``saved`` is the place of the parameter in the checkpoint, if it is known.
-        """
+        """The names that a checkpoint may have for the parameter at a place of the state."""
         path, own = place
         if saved is not None:
             path, own = saved[:-1], str(saved[-1])
@@ -171,15 +168,11 @@ class _Candidates:
 
 
 def _is_here(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """True if this rank's optimizer holds the state of a parameter."""
     return not is_split(optimizer) or optimizer.owner_of(parameter) == get_rank()  # type: ignore[attr-defined]
 
 
 def _state_of(filling: Filling, root: Path, parameter: Tensor) -> FlatState:
-    """The state of one parameter, with new tensors that are listed to be filled.
-
-    ``root`` is the path of the state in the checkpoint.
-    """
+    """The state of one parameter, with new tensors that are listed to be filled."""
     state = FlatState(
         containers={
             path[len(root) :]: kind for path, kind in _containers_under(filling, root).items()

@@ -170,10 +170,7 @@ def _as_array(value: Any) -> Any:
 
 
 def _as_set(values: list[Any], is_in_set: bool) -> Any:
-    """A set of the values, frozen if it lies in a set.
-
-    It is a list (a tuple within a set) if some value is not hashable, as a dict of values by rank.
-    """
+    """A set of the values, frozen if it lies in a set."""
     try:
         return frozenset(values) if is_in_set else set(values)
     except TypeError:

@@ -9,10 +9,9 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tilework.checkpoint.dtype_names import ITEM_BYTES
 from tilework.checkpoint.format import FORMAT_NAME, MOST_DEPTH, VERSION, Index, chunk_count
 from tilework.checkpoint.no_collections import no_collections
-from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
+from tilework.checkpoint.saved import ITEM_BYTES, Part, SavedFile, SavedTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
 

@@ -74,7 +74,6 @@ def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | Checkpo
 
 
 def _metrics_of(index: Index) -> dict[str, float]:
-    """The metrics in an index's ``meta`` that are numbers."""
     listed = index.meta.get("metrics")
     found = {}
     for name, each in listed.items() if isinstance(listed, dict) else ():

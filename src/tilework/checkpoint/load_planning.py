@@ -172,12 +172,7 @@ def _place_of_part(each: Read | SharedPart) -> tuple[str, int]:
 
 
 class _Uses:
-    """Tells which parts of tensors a host needs; cached, as models repeat layers.
-
-    Args:
-        host: The ranks of the host.
-        splits: As for :func:`plan_load`.
-    """
+    """Tells which parts of tensors a host needs; cached, as models repeat layers."""
 
     def __init__(self, host: frozenset[int], splits: bool) -> None:
         self._host, self._splits = host, splits

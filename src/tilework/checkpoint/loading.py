@@ -15,32 +15,89 @@ from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.describing import tiles_of
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.exchanging import exchange_shared
 from tilework.checkpoint.filling import Filling, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
-from tilework.checkpoint.flat_state import dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
+from tilework.checkpoint.flattening import rebuild
 from tilework.checkpoint.format import Path
-from tilework.checkpoint.host_load import HostLoad, WayOfReading, read_own
-from tilework.checkpoint.index_file import saved_state
+from tilework.checkpoint.host_load import (
+    HostLoad,
+    WayOfReading,
+    exchange_shared,
+    read_own,
+    read_shared,
+    read_split,
+)
+from tilework.checkpoint.index_file import names_of, read_index, saved_state
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.memory_for_meta import give_memory
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.objects import modules_of, places_of_parameters
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import open_index
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.reading import PartReader
+from tilework.checkpoint.reading import PartReader, Targets
 from tilework.checkpoint.saved import SavedTensor
-from tilework.checkpoint.sharing import read_shared
-from tilework.checkpoint.splitting import read_split
+from tilework.checkpoint.stateful_objects import modules_of, places_of_parameters
 from tilework.checkpoint.storage import Storage
-from tilework.checkpoint.targets import Targets
+from tilework.checkpoint.values import decode_value
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 from tilework.layout.internal import whole_box
 from tilework.tiled import TiledTensor
+
+
+def read_all(
+    storage: Storage, names: Sequence[str] | None, verify: bool, progress: Progress
+) -> Any:
+    """Read a checkpoint's state, or the names that match, into plain containers. Local."""
+    index = read_index(storage)
+    flat = saved_state(index, storage)
+    reader = PartReader(storage, index, verify)
+    tensors: dict[Any, Tensor] = {}
+    patterns = NamePatterns(names)
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, FlatValue):
+            return decode_value(leaf.json)
+        if isinstance(leaf, PerRank):
+            return {rank: value_of(each) for ranks, each in leaf.variants for rank in ranks}
+        assert isinstance(leaf, NamedTensor)
+        saved = index.tensors[leaf.name]
+        # Tied weights become one tensor again.
+        if (key := saved.parts or leaf.name) not in tensors:
+            tensors[key] = read_tensor(reader, saved)
+        return tensors[key]
+
+    try:
+        asked = [path for path in flat.leaves if patterns.match(dotted(path))]
+        patterns.check()
+        names_asked = (name for path in asked for name in names_of(flat.leaves[path]))
+        used = [index.tensors[name] for name in names_asked]
+        reader.check_sizes(sorted({part.file for saved in used for part in saved.parts}))
+        distinct = {saved.parts or saved.name: saved.nbytes for saved in used}
+        reader.progress, progress.total = progress, sum(distinct.values())
+        leaves = {path: value_of(flat.leaves[path]) for path in asked}
+    finally:
+        reader.close()
+    if names is None:
+        return rebuild(FlatState(leaves, flat.containers))
+    kept = {path[:n] for path in leaves for n in range(len(path))}
+    containers = {path: kind for path, kind in flat.containers.items() if path in kept}
+    return _rebuild_some(FlatState(leaves, containers))
+
+
+def _rebuild_some(flat: FlatState) -> Any:
+    return rebuild(flat) if flat.leaves else {}
+
+
+def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
+    """Read a full tensor into new memory on the CPU."""
+    tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+    for part in saved.parts:
+        reader.read_box(saved, part, part.box, tensor[part.box.slices])
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -200,11 +257,7 @@ def _has(filling: Filling, path: Path, name: str) -> bool:
 
 
 def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
-    """Give objects their loaded states, and return the whole state of this rank. Collective.
-
-    Raises:
-        CheckpointError: On all ranks: an object on some rank refused a state.
-    """
+    """Give objects their loaded states, and return the whole state of this rank. Collective."""
     states: list[Any] = []
 
     def finish() -> None:
@@ -267,11 +320,7 @@ def _has_partial(targets: Sequence[Target]) -> bool:
 def _without_partial(
     prepared: _Prepared, ranks: Ranks
 ) -> tuple[_Answers, list[tuple[Target, DTensor]]]:
-    """Replace partial targets by temporary replicated tensors. Collective if any rank has some.
-
-    Returns:
-        All ranks' requests, and each temporary target with the partial tensor that it replaces.
-    """
+    """All ranks' requests, with temporary replicas for partial targets, and these. Collective."""
     answers = [(pages, asked) for pages, asked, _ in prepared.answers]
     if not any(has_partial for _, _, has_partial in prepared.answers):
         return answers, []

@@ -15,10 +15,10 @@ from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_file import is_ours
 from tilework.checkpoint.kept import FOLDER, KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.loading import LoadReport
-from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, nothing
 from tilework.checkpoint.storage import LOCK_NAME, Storage
+from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.checkpoint.values import encode_value
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
@@ -186,10 +186,7 @@ class CheckpointManager:
     # -- existing checkpoints -------------------------------------------------------------------
 
     def _latest_step(self) -> tuple[int | None, str]:
-        """The highest step with a complete checkpoint, if any.
-
-        Also the error of the checkpoint with the highest step of all; empty if it is complete.
-        """
+        """The highest complete step, if any, and the error of the highest of all, if incomplete."""
         found = kept_in(self._storage)
         latest = next((c.step for c in reversed(found) if isinstance(c, KeptCheckpoint)), None)
         damage = found[-1] if found and isinstance(found[-1], CheckpointError) else ""
@@ -254,11 +251,7 @@ def remove_if_left(storage: Storage) -> bool:
 
 
 def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
-    """Remove a folder if ``is_due`` is true of the file names and nobody holds the lock. Local.
-
-    Returns:
-        True if it was removed.
-    """
+    """Remove a folder if ``is_due`` is true of the file names and nobody holds the lock. Local."""
     names = storage.names()
     if not is_due(names):
         return False

@@ -7,11 +7,10 @@ from tilework.checkpoint.formats.converting import ConvertOptions, convert
 from tilework.checkpoint.kept import KeptCheckpoint
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.manager import CheckpointManager
-from tilework.checkpoint.objects import RandomState
 from tilework.checkpoint.publishing import save_pretrained
 from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show
-from tilework.checkpoint.stateful import Stateful
+from tilework.checkpoint.stateful_objects import RandomState, Stateful
 from tilework.checkpoint.storage import FileReader, FileWriter, Storage
 from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError

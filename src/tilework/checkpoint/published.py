@@ -19,9 +19,9 @@ from tilework.checkpoint.composing import PieceOf, joined, piece, stacked, unsta
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_file import is_checkpoint, read_index
-from tilework.checkpoint.objects import modules_of
 from tilework.checkpoint.safetensors_index import is_published, published_index, with_links
 from tilework.checkpoint.saved import SavedTensor
+from tilework.checkpoint.stateful_objects import modules_of
 from tilework.checkpoint.storage import Storage
 from tilework.errors import CheckpointError
 
@@ -81,11 +81,7 @@ class _Sources:
 
 
 class _Conversion:
-    """Converts published tensors to the names and forms that a model has.
-
-    Args:
-        module: The model. If it is not of transformers, the published names are kept.
-    """
+    """Converts published tensors to the names and forms that a model has."""
 
     def __init__(self, module: nn.Module) -> None:
         self._transforms: Sequence[Any] = ()

@@ -25,9 +25,6 @@ from tilework.checkpoint.describing import local_view
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import PerRank, dotted
 from tilework.checkpoint.index_file import is_checkpoint
-from tilework.checkpoint.memory import byte_view
-from tilework.checkpoint.objects import unwrapped
-from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import converted
 from tilework.checkpoint.ranks import Ranks
@@ -48,7 +45,10 @@ from tilework.checkpoint.save_planning import (
 )
 from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.saving import Save, SaveOptions, prepare_save
+from tilework.checkpoint.stateful_objects import unwrapped
 from tilework.checkpoint.storage import UNFINISHED, LocalStorage
+from tilework.checkpoint.tensor_bytes import byte_view
+from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
 from tilework.layout import Box
@@ -254,14 +254,6 @@ def _texts(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
 
 
 class _Folder:
-    """The files that all ranks write together, and their final names.
-
-    Args:
-        storage: The folder.
-        published: The contents of the files.
-        file_bytes: The maximum of bytes of a file.
-    """
-
     def __init__(
         self, storage: LocalStorage, published: Mapping[str, SavedTensor], file_bytes: int
     ) -> None:
@@ -281,11 +273,7 @@ class _Folder:
         return str(self.storage.folder / f"{name}{UNFINISHED}")
 
     def begin(self, mark: str) -> str:
-        """Make the files in full length, with headers. Called on the first rank; local.
-
-        Returns:
-            The mark in the files' names: ``mark`` if plain names are taken, else an empty text.
-        """
+        """On the first rank: make full files with headers; the mark in their names, if needed."""
         self.plan("")
         if len(self.plans) > 1 and {plan.name for plan in self.plans} & set(self.storage.names()):
             self.plan(mark)
@@ -303,10 +291,7 @@ class _Folder:
         return mark
 
     def commit(self, texts: Mapping[str, str]) -> None:
-        """Give files their final names, write ``texts``, and remove the files that are replaced.
-
-        Called on the first rank, when all ranks have written; local.
-        """
+        """Give files their final names, write ``texts``, and remove the files that are replaced."""
         storage = self.storage
         several = len(self.plans) > 1
         if several:  # no index names them yet
@@ -367,13 +352,7 @@ def _write_all(
 
 @dataclass(frozen=True)
 class _Use:
-    """A region of a model's tensor, and the place in a published tensor where it goes.
-
-    Attributes:
-        region: The region of the model's tensor.
-        box: The place of the region in the published tensor.
-        target: The name of the published tensor.
-    """
+    """A region of a model's tensor, and the place in a published tensor where it goes."""
 
     region: Box
     box: Box
@@ -425,10 +404,7 @@ def _write_region(
     elements: Callable[[Box], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write a region of a model's tensor into a file, in pieces.
-
-    ``whole`` is the published tensor in the file, ``elements`` gives the model's elements in a box.
-    """
+    """Write a region of a model's tensor into a file, in pieces."""
     dims = len(whole.box.sizes)
     for block in cut_box(region, dtype.itemsize, _PIECE_BYTES):
         tensor = elements(block).to("cpu", dtype).resolve_conj().resolve_neg().contiguous()

@@ -180,10 +180,7 @@ def _own_groups() -> _OwnGroups:
 
 
 def _unregistered(ranks: tuple[int, ...]) -> ProcessGroup:
-    """A new group of ``ranks``, which lives until the caller closes it. Collective.
-
-    ``destroy_process_group`` does not know the group.
-    """
+    """A new group of ``ranks``, which lives until the caller closes it. Collective."""
     group = new_group(ranks, use_local_synchronization=True, group_desc="checkpoints")
     assert isinstance(group, ProcessGroup)
     current_world().records.pop(group)

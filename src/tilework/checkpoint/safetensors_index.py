@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tilework.checkpoint.composing import UNCHECKED_BYTES
-from tilework.checkpoint.dtype_names import ITEM_BYTES, stored
 from tilework.checkpoint.format import INDEX_NAME, Index, chunk_count
 from tilework.checkpoint.index_file import is_ours
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, number_list
-from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
-from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
+from tilework.checkpoint.saved import ITEM_BYTES, Part, SavedFile, SavedTensor, stored
 from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url
+from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError
 from tilework.layout.internal import whole_box
 
@@ -256,7 +255,6 @@ def plan_file(name: str, tensors: Sequence[TensorToSave]) -> PlannedFile:
 
 
 def _check_name(name: str) -> None:
-    """Raise CheckpointError for a name that no safetensors file can have."""
     is_text = name.isascii() or name == name.encode(errors="replace").decode()
     if name == RESERVED_KEY or not is_text:
         raise CheckpointError(

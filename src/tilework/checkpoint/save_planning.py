@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilework.checkpoint.dtype_names import ITEM_BYTES, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
+from tilework.checkpoint.saved import ITEM_BYTES, stored
 from tilework.layout import Box
 
 #: The default maximum of bytes of a file, and therefore of a part.
@@ -139,10 +139,7 @@ def _refuse_owner(
 def _quotas(
     tasks: Sequence[BoxToWrite], owners: Sequence[int], loads: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """The bytes of the tasks that each owner should take, given the bytes that ranks have.
-
-    Owners with the fewest bytes come first, and owners that take none are left out.
-    """
+    """The bytes of the tasks that each owner should take, given the bytes that ranks have."""
     left = sum(task.nbytes for task in tasks)
     ordered = sorted(owners, key=lambda rank: (loads[rank], rank))
     level = 0
@@ -159,11 +156,7 @@ def _dealt(
     quotas: Sequence[tuple[int, int]],
     tensors: Sequence[TensorToSave],
 ) -> Iterator[tuple[int, BoxToWrite]]:
-    """Deal tasks out to ranks: one rank's quota is filled before the next rank's.
-
-    Yields:
-        The rank, and the task, or a piece of a task, that it gets.
-    """
+    """Deal tasks out to ranks: one rank's quota is filled before the next rank's."""
     turn, room = 0, quotas[0][1]
     for task in tasks:
         rest: BoxToWrite | None = task
@@ -184,10 +177,7 @@ def _dealt(
 def _split(
     task: BoxToWrite, room: int, itemsize: int
 ) -> tuple[BoxToWrite | None, BoxToWrite | None]:
-    """Split a task into what fits in ``room`` bytes and the rest; None for either if empty.
-
-    A small task is not split: it fits if at least half of it does.
-    """
+    """Split a task into what fits in ``room`` bytes and the rest; None for either if empty."""
     box = task.box
     if task.nbytes >= _SPLIT_BYTES:
         dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)

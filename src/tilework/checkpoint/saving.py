@@ -34,8 +34,6 @@ from tilework.checkpoint.index_file import (
     write_index,
 )
 from tilework.checkpoint.index_text import check_meta
-from tilework.checkpoint.memory import byte_view, crc32, pieces_in_order
-from tilework.checkpoint.objects import Containers
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.save_planning import (
     FILE_BYTES,
@@ -46,7 +44,9 @@ from tilework.checkpoint.save_planning import (
     plan_files,
 )
 from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
+from tilework.checkpoint.stateful_objects import Containers
 from tilework.checkpoint.storage import UNFINISHED, Storage
+from tilework.checkpoint.tensor_bytes import byte_view, crc32, pieces_in_order
 from tilework.errors import CheckpointError
 
 #: The names of files of elements: a mark of the save, the rank, a number.

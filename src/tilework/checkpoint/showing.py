@@ -11,10 +11,10 @@ from tilework.checkpoint.index_file import read_index, saved_state
 from tilework.checkpoint.kept import KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.picture import DRAWN, LISTED, checkpoint_parts
-from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.safetensors_index import safetensors_index
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
+from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.checkpoint.values import value_text
 from tilework.show import Page, Styled
 

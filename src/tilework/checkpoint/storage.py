@@ -11,7 +11,9 @@ import os
 import re
 import stat
 import sys
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +21,76 @@ from types import TracebackType
 from urllib.request import url2pathname
 
 from tilework.checkpoint.format import INDEX_NAME
-from tilework.checkpoint.late_close import late_close
 from tilework.errors import CheckpointError
+
+#: If more than this wait, the remover closes a file at once.
+_MOST_WAITING = 64
+
+
+class LateClose:
+    """Closes removed files in a thread, which runs while there are any to close.
+
+    The system frees a removed file when it is closed: a tenth of a second and more for a large one,
+    for which only the next save may have to wait.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+        if hasattr(os, "register_at_fork"):
+            # A forked child has the descriptors, but not the thread.
+            os.register_at_fork(after_in_child=self._begin_in_child)
+
+    def _begin(self) -> None:
+        self._waiting: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._is_at_work = False
+
+    def _begin_in_child(self) -> None:
+        waiting = self._waiting
+        self._begin()
+        for descriptor in waiting:
+            _close(descriptor)
+
+    def add(self, descriptor: int) -> None:
+        """Let the thread close a descriptor; close it here only if many are waiting. Local."""
+        with self._changed:
+            is_full = len(self._waiting) >= _MOST_WAITING
+            if not is_full:
+                self._waiting.append(descriptor)
+            starts = not is_full and not self._is_at_work
+            self._is_at_work |= starts
+        if is_full:
+            _close(descriptor)
+        if starts:
+            try:
+                threading.Thread(target=self._work, name="late close", daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._work()
+
+    def wait(self) -> None:
+        """Block until all descriptors are closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_at_work)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_at_work = False
+                    self._changed.notify_all()
+                    return
+                descriptor = self._waiting.popleft()
+            _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):  # on a network file system: it is still closed
+        os.close(descriptor)
+
+
+#: The thread of this process.
+late_close = LateClose()
+
 
 try:
     from tilework import _core
@@ -444,10 +514,7 @@ _held: set[str] = set()
 
 
 def _locked(path: Path, location: str) -> Callable[[], None]:
-    """Take the lock of a lock file; return the function that releases it.
-
-    The lock also ends with the process. A lock file without a lock means nothing.
-    """
+    """Take the lock of a lock file, until the process ends or the returned function is called."""
     key = str(path)
     if key in _held:
         raise _busy(location, "this process")

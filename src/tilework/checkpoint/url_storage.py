@@ -6,11 +6,20 @@ being whole before it is closed; ``index_file`` keeps the old index until then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tilework.checkpoint.storage import FileReader, FileWriter, Storage, removal_order
+from tilework.checkpoint.storage import (
+    FileReader,
+    FileWriter,
+    LocalStorage,
+    Storage,
+    is_url,
+    plain_path,
+    removal_order,
+)
 from tilework.errors import CheckpointError
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
@@ -161,3 +170,27 @@ class _UrlReader(FileReader):
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
+
+
+#: A folder, or a URL for fsspec.
+AnyPath = str | os.PathLike[str]
+
+
+def storage_at(path: AnyPath | Storage) -> Storage:
+    """The storage that a path names, a folder or a URL; or the storage that is given.
+
+    Raises:
+        ValueError: The path is empty, as from an unset variable; or it is a ``file://`` URL that
+            names a host.
+        TypeError: It is not a path.
+    """
+    if isinstance(path, Storage):
+        return path
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the path of a checkpoint must be a str or a Path, got {type(path).__name__}: the "
+            f"path comes second in save(state, path), and first in load(path, into)"
+        )
+    if path == "":
+        raise ValueError("the path is empty: give a folder; the current folder is '.'")
+    return UrlStorage(str(path)) if is_url(path) else LocalStorage(plain_path(path))

@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 
-from tilework.checkpoint.dtype_names import stored
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_file import read_index, saved_state
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
-from tilework.checkpoint.memory import crc32
-from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
 from tilework.checkpoint.save_planning import cut_box
-from tilework.checkpoint.saved import Part, SavedTensor
+from tilework.checkpoint.saved import Part, SavedTensor, stored
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
+from tilework.checkpoint.tensor_bytes import crc32
+from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError
 from tilework.layout.internal import whole_box
 
@@ -79,10 +78,7 @@ _REMEDY = "Copy the file again if the checkpoint was copied; else use another ch
 
 
 def _headers(index: Index) -> dict[str, _Header]:
-    """By file and key, what the header should list according to the index.
-
-    That is the dtype, the shape, and the first byte and the end of the elements in the file.
-    """
+    """By file and key, what the header should list according to the index."""
     pieces: dict[str, dict[tuple[int, int], tuple[SavedTensor, Part]]] = {}
     for tensor in index.tensors.values():
         for part in tensor.parts:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilework import _core
-from tilework.checkpoint.memory import Runs, no_runs, runs_of
+from tilework.checkpoint.tensor_bytes import Runs, no_runs, runs_of
 from tilework.layout import Box
 
 MIB = 1 << 20

@@ -15,15 +15,17 @@ from torch import Tensor
 from tilework.checkpoint.describing import MergedState
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import FORMATS, INDEX_NAME, PREVIOUS_NAME
-from tilework.checkpoint.formats.dcp_folder import open_dcp, write_dcp
-from tilework.checkpoint.formats.dcp_metadata import METADATA
-from tilework.checkpoint.formats.safetensors_files import open_safetensors, write_safetensors
-from tilework.checkpoint.formats.source import IndexedSource, Source
+from tilework.checkpoint.formats.dcp import METADATA, open_dcp, write_dcp
+from tilework.checkpoint.formats.source import (
+    IndexedSource,
+    Source,
+    open_safetensors,
+    write_safetensors,
+)
 from tilework.checkpoint.formats.torch_file import open_torch_file, write_torch_file
 from tilework.checkpoint.index_file import is_checkpoint, is_ours, read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.no_collections import no_collections
-from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
 from tilework.checkpoint.safetensors_index import HF_INDEX, is_shard
@@ -36,6 +38,7 @@ from tilework.checkpoint.save_planning import (
 from tilework.checkpoint.saving import Save, SaveOptions, remove_leftovers, write_and_commit
 from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, is_url, plain_path
 from tilework.checkpoint.system_errors import checkpoint_errors
+from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
@@ -124,10 +127,7 @@ def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) 
 
 
 def _check_apart(source: AnyPath, target: AnyPath) -> None:
-    """Raise CheckpointError if the target lies inside of the source folder.
-
-    :func:`_check_target` refuses the source folder itself. URLs are not checked.
-    """
+    """Raise CheckpointError if the target lies inside of the source folder."""
     if is_url(source) or is_url(target):
         return
     inside = Path(target).resolve()
@@ -139,12 +139,7 @@ def _check_apart(source: AnyPath, target: AnyPath) -> None:
 
 
 def _check_target(target: AnyPath, kind: str) -> None:
-    """Raise unless the target is free and can be written in the format ``kind``.
-
-    Raises:
-        CheckpointError: The target exists, and has more than leftovers of a conversion.
-        ValueError: The target is a URL, and the format is only written to local files.
-    """
+    """Raise unless the target is free and can be written in the format ``kind``."""
     if not is_url(target):
         place = Path(target)
         free = not place.exists() or (place.is_dir() and _is_left_over(set(os.listdir(place))))
@@ -251,7 +246,6 @@ class _Chosen(Source):
 
 
 def _check_unique(renamed: Mapping[str, str]) -> None:
-    """Raise CheckpointError if two tensors get the same name."""
     first: dict[str, str] = {}
     for name, new in renamed.items():
         if first.setdefault(new, name) != name:

@@ -13,13 +13,23 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.flat_state import FlatState
+from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import Index
-from tilework.checkpoint.memory import pieces_in_order
 from tilework.checkpoint.reading import PartReader, read_region
+from tilework.checkpoint.safetensors_index import (
+    HF_INDEX,
+    index_json,
+    place_of,
+    plan_file,
+    plan_published,
+    safetensors_index,
+)
 from tilework.checkpoint.save_planning import TensorToSave, cut_box
-from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.storage import UNFINISHED, Storage
+from tilework.checkpoint.tensor_bytes import byte_view, pieces_in_order
+from tilework.checkpoint.url_storage import AnyPath
 from tilework.layout import Box
+from tilework.layout.internal import whole_box
 
 #: The maximum of bytes of a tensor in memory at once.
 REGION_BYTES = 32 << 20
@@ -133,10 +143,7 @@ class MappedTensors:
 
 
 def _take_room(path: Path, nbytes: int) -> None:
-    """Make a file and reserve the disk space for ``nbytes`` bytes.
-
-    Without the space, a write to the mapped file would kill the process.
-    """
+    """Make a file with disk space: without that, a write to the mapped file kills the process."""
     with open(path, "xb") as file:
         try:
             if hasattr(os, "posix_fallocate"):
@@ -144,3 +151,50 @@ def _take_room(path: Path, nbytes: int) -> None:
         except OSError as error:
             error.filename = str(path)
             raise
+
+
+def open_safetensors(path: AnyPath) -> Source:
+    """The tensors of a file, or of a folder with Hugging Face's index.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the index is invalid.
+    """
+    storage, index = safetensors_index(path)
+    flat = FlatState({(key,): NamedTensor(key) for key in index.tensors}, {(): "dict"})
+    return IndexedSource(storage, index, flat, verify=False)
+
+
+def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
+    """Write the tensors of a source to a file, or to a folder of files with an index.
+
+    Values that are not tensors are left out, as the format has none.
+
+    Args:
+        source: The source.
+        path: A file's name that ends with ``.safetensors``, or a folder.
+        file_bytes: The maximum of bytes of a file in a folder; a larger tensor has a file alone.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    storage, name = place_of(path)
+    if name is not None:
+        plans = [plan_file(name, source.tensors)]
+    else:
+        plans = plan_published(source.tensors, file_bytes)
+    storage.prepare()
+    numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
+    for plan in plans:
+        storage.remove(f"{plan.name}{UNFINISHED}")  # from an unfinished conversion
+        with storage.create(plan.name) as file:
+            file.write(plan.header)
+            for number in (numbers[each] for each in plan.offsets):
+                for piece in source.elements(number, whole_box(source.tensors[number].shape)):
+                    file.write(byte_view(piece))
+            file.finish()
+    if len(plans) > 1:
+        storage.remove(f"{HF_INDEX}{UNFINISHED}")
+        with storage.create(HF_INDEX) as file:
+            file.write(index_json(plans).encode())
+            file.finish()
+    storage.sync()

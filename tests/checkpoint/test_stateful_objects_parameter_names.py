@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tilework import checkpoint
-from tilework.checkpoint.objects import places_of_parameters
-from tilework.checkpoint.parameter_names import one_to_one, parameters_of
+from tilework.checkpoint.stateful_objects import one_to_one, parameters_of, places_of_parameters
 from tilework.errors import CheckpointError
 from tilework.parallel import ZeroRedundancyOptimizer
 from tilework.parallel.data_parallel.leaves import local_tensors

@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tilework.checkpoint.late_close import LateClose
-from tilework.checkpoint.storage import LocalStorage
+from tilework.checkpoint.storage import LateClose, LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors by /proc")
 LARGE = 20 << 20

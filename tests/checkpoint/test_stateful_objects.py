@@ -17,7 +17,7 @@ from tests.rounding import assert_close
 from tests.wrapper import Wrapper
 from tilework import checkpoint
 from tilework.checkpoint import RandomState
-from tilework.checkpoint.objects import places_of_parameters, unwrapped
+from tilework.checkpoint.stateful_objects import places_of_parameters, unwrapped
 from tilework.checkpoint.values import KIND
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.parallel import DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard

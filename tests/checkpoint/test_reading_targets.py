@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tilework.checkpoint.load_planning import Need, Wanted
-from tilework.checkpoint.memory import runs_of
+from tilework.checkpoint.reading import Targets
 from tilework.checkpoint.saved import Part, SavedTensor
-from tilework.checkpoint.targets import Targets
+from tilework.checkpoint.tensor_bytes import runs_of
 from tilework.layout import Box
 
 SHAPE = (8, 64)
