@@ -45,7 +45,7 @@ SMOKE = (
     "tests/sharded/test_specs.py",
     "tests/parallel/tensor_parallel/test_plans.py",
     "tests/rpc/test_calls.py",
-    "tests/launch/test_line_prefix.py",
+    "tests/launch/test_output_lines.py",
 )
 
 

@@ -131,7 +131,7 @@ def test_a_rank_of_another_node_that_has_ended_is_noted(launch: Launch, port: in
         """
         import os, time
         from datetime import timedelta
-        from tilework.rendezvous.ended_ranks import EndedRanks
+        from tilework.rendezvous.liveness import EndedRanks
         from tilework.rendezvous.handlers import launcher_store
         if os.environ["RANK"] == "0":
             store = launcher_store(os.environ["TILEWORK_STORE"], timedelta(seconds=120), None)

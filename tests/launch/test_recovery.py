@@ -7,9 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from tilework.launch.failure_report import FailureReport
+from tilework.launch.failure_report import FailureReport, RankFailure
 from tilework.launch.recovery import Answer, Recovery
-from tilework.launch.root_cause import RankFailure
 from tilework.launch.settings import LaunchSettings
 
 

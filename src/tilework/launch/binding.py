@@ -76,10 +76,7 @@ def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def _counts(ranks: int, cores: Sequence[int]) -> list[int]:
-    """The number of ranks on each memory node; ``cores`` has the number of cores of each node.
-
-    Rank after rank is put on the node where it gets most cores.
-    """
+    """The number of ranks on each memory node; ``cores`` has the number of cores of each node."""
     counts = [0] * len(cores)
     for _ in range(ranks):
         counts[max(range(len(cores)), key=lambda n: (cores[n] / (counts[n] + 1), -counts[n]))] += 1

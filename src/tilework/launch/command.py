@@ -18,7 +18,7 @@ from typing import get_args
 from tilework.cores import read_topology, usable_cores
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.launch.binding import BindMode, sets_for
-from tilework.launch.diagnosis_report import print_diagnosis
+from tilework.launch.flight_records import print_diagnosis
 from tilework.launch.nodes import NodesError
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
@@ -204,10 +204,7 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
-    """The program that the options name.
-
-    If it does not exist, this process ends with an error of wrong use before any rank starts.
-    """
+    """The program that the options name, which must exist: else this process ends."""
     name, arguments = options.script, tuple(options.arguments)
     if _PYTHON.fullmatch(os.path.basename(name)) and arguments and not os.path.isdir(name):
         name, *rest = arguments  # the launcher starts the interpreter itself

@@ -125,10 +125,7 @@ def data_movement() -> list[ReportLine]:
 
 
 def _single_copy() -> ReportLine:
-    """The line of the report on single copy: if processes here can read each other's memory.
-
-    Two processes try it. The line says for which sizes they do read in that way.
-    """
+    """The line of the report on single copy: if processes here can read each other's memory."""
     name = "single copy"
     try:
         how = run_ranks(_TEST_RANKS, _how_it_reads, kind="processes", timeout=_TEST_TIMEOUT)[0]
@@ -169,11 +166,7 @@ _READ: Final = {
 
 
 def _how_it_reads(rank: int) -> tuple[str, list[tuple[int, int]]]:
-    """Runs on each of two ranks: can it read the other's memory, and for which sizes does it?
-
-    Returns the answer in words, and for each operation of ``_READ`` the first size in bytes, and
-    the first size after the range.
-    """
+    """On each of two ranks: if it reads the other's memory, and from and to which sizes."""
     core = _core_group()
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
@@ -268,10 +261,7 @@ def _reduce_on(kind: Kind) -> str:
 
 
 def _reduce(rank: int) -> list[tuple[float, float]]:
-    """(seconds of the first call, median of later calls) of an all_reduce of each test size.
-
-    Raises RuntimeError if a sum is wrong.
-    """
+    """(seconds of the first call, median of later calls) of an all_reduce of each test size."""
     return [_seconds_for(rank, items, calls) for _, items, calls in _TEST_SIZES]
 
 

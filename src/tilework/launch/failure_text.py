@@ -5,12 +5,75 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tilework.comm.flight.internal import named
-from tilework.launch.root_cause import RankFailure
-from tilework.launch.traceback_folding import folded
+from tilework.comm.per_call.internal import in_library
+from tilework.launch.failure_report import RankFailure
+
+#: ``full`` shows every frame.
+VARIABLE: Final = "TILEWORK_TRACEBACK"
+_OWN_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+#: A frame's first line; the margin of an exception group has bars.
+_FRAME: Final = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+
+
+def folded(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """``text`` with each run of frames of tilework, torch and the interpreter as one line.
+
+    Unchanged with ``TILEWORK_TRACEBACK=full``, or if no frame belongs to the program.
+
+    Example:
+        >>> folded('  File "train.py", line 7, in step')
+        '  File "train.py", line 7, in step'
+    """
+    blocks = _blocks(text.split("\n"))
+    own = [frame for frame, _ in blocks if frame is not None and not in_library[frame["file"]]]
+    if environment.get(VARIABLE) == "full" or not own:
+        return text
+    lines: list[str] = []
+    run: list[re.Match[str]] = []
+    is_told = False
+    for frame, block in [*blocks, (None, [])]:
+        if frame is not None and in_library[frame["file"]]:
+            run.append(frame)
+            continue
+        if run:
+            hint = "" if is_told else f"; {VARIABLE}=full shows all"
+            lines.append(_fold(run, hint))
+            run, is_told = [], True
+        lines += block
+    return "\n".join(lines)
+
+
+def _blocks(lines: Sequence[str]) -> list[tuple[re.Match[str] | None, list[str]]]:
+    """The lines of a traceback in blocks: each frame with the lines of source below it."""
+    blocks: list[tuple[re.Match[str] | None, list[str]]] = []
+    inside = ""
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is None and inside and line.startswith((inside, f"{inside[:-2]}[Previous")):
+            blocks[-1][1].append(line)
+            continue
+        blocks.append((frame, [line]))
+        inside = f"{frame['margin']}    " if frame is not None else ""
+    return blocks
+
+
+def _fold(run: Sequence[re.Match[str]], hint: str) -> str:
+    count = "1 frame" if len(run) == 1 else f"{len(run)} frames"
+    owners = " and ".join(dict.fromkeys(_owner(frame["file"]) for frame in run))
+    last = run[-1]
+    where = f"{os.path.basename(last['file'])}:{last['line']}"
+    return f"{last['margin']}  ... {count} of {owners}, to {where}{hint}"
+
+
+def _owner(file: str) -> str:
+    if file.startswith("<frozen "):
+        return "Python"
+    return "tilework" if file.startswith(_OWN_FOLDER) else "torch"
+
 
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
@@ -46,10 +109,7 @@ def headline(failure: RankFailure) -> str:
 
 
 def _headline_and_rest(failure: RankFailure) -> tuple[str, str | None]:
-    """The headline, and the rest of the error's first line; None: the headline has the whole.
-
-    The class is left out of a headline that has no room for it.
-    """
+    """The headline, and the rest of the error's first line; None: the headline has the whole."""
     if failure.lost_node:
         return f"{failure.lost_node} failed: {_how(failure)}", None
     report = failure.report

@@ -100,10 +100,7 @@ def _shares(heads: int, parts: int) -> list[int]:
 
 
 def _sharded_layers(frames: Sequence[FrameType]) -> Iterator[tuple[int, int, str]]:
-    """(output features, number of ranks, name) of layers in ``frames``, innermost frame first.
-
-    Only layers of which the output features are sharded over these ranks.
-    """
+    """(output features, ranks, name) of layers in ``frames`` that shard these, innermost first."""
     dtensor: Any = sys.modules.get("tilework.dtensor")
     if dtensor is None:
         return

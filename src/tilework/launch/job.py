@@ -24,22 +24,21 @@ from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.binding import CpuSets, on_cpus
 from tilework.launch.environment import Rendezvous, rank_environment
-from tilework.launch.guardian import Guardian
+from tilework.launch.failure_report import RankFailure
 from tilework.launch.nodes import NodePlace, Nodes
 from tilework.launch.notebook import CellOutput
+from tilework.launch.orphans import Guardian
 from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import RankProcess
 from tilework.launch.program import Function, Program
 from tilework.launch.rank import RankPlan
 from tilework.launch.recovery import Recovery
-from tilework.launch.root_cause import RankFailure
 from tilework.launch.settings import LaunchSettings
-from tilework.launch.signals import SignalInbox
+from tilework.launch.signals import SignalInbox, TerminationStep
 from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE
-from tilework.launch.termination import TerminationStep
 from tilework.rendezvous.internal import EndedRanks, launcher_store
 from tilework.store import Store, StoreServer
 
@@ -211,7 +210,6 @@ class Job:
             EndedRanks(self._store).add(rank.rank)
 
     def _restart(self, rank: RankProcess) -> None:
-        """Start a new process for a rank that has ended."""
         assert self._rendezvous is not None
         rank.signal_group(signal.SIGKILL)  # processes that it has left running
         rank.reap()
@@ -235,10 +233,7 @@ class Job:
         return True
 
     def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
-        """Those of ``living`` that train.
-
-        Not among them are ranks that wait to be let in, or that the others have left behind.
-        """
+        """Those of ``living`` that train: neither wait to be let in, nor were left behind."""
         if self._ticket_store is None:
             return living
         try:

@@ -16,7 +16,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when ``parent`` ends; exit now if it has ended already.
 
-    Only on Linux; elsewhere the guardian (:mod:`tilework.launch.guardian`) does it. The kernel
+    Only on Linux; elsewhere the guardian (:mod:`tilework.launch.orphans`) does it. The kernel
     watches the *thread* that started this process: that thread must live as long as the job.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -95,8 +95,6 @@ def join_nodes(settings: LaunchSettings) -> Nodes:
 
 
 class _Meeting:
-    """A launcher's part in the meeting of all launchers of a job."""
-
     def __init__(self, settings: LaunchSettings) -> None:
         assert settings.rdzv is not None
         self._settings = settings
@@ -160,10 +158,7 @@ class _Meeting:
             )
 
     def _gather(self, store: Store) -> dict[str, Any]:
-        """On node 0: wait for all nodes, and return the data on all of them.
-
-        Raises NodesError if nodes differ in settings that must be equal.
-        """
+        """On node 0: wait for all nodes, and return the data on all of them."""
         keys = [f"node/{node}" for node in range(self._settings.nnodes)]
 
         def missing() -> list[int]:

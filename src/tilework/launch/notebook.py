@@ -8,8 +8,8 @@ import sys
 import threading
 from typing import Final
 
-from tilework.launch.line_prefix import LineAssembler, prefix_for
 from tilework.launch.output import RankEnds
+from tilework.launch.output_lines import LineAssembler, prefix_for
 
 _CHUNK_BYTES: Final = 64 << 10
 #: Seconds to wait, after the ranks' end, for the output of their child processes.

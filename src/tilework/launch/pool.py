@@ -20,11 +20,10 @@ from types import TracebackType
 from typing import Any, Final, TypeVar, cast
 
 from tilework.errors import RankFailedError
-from tilework.launch.failure_report import FailureReport, describe
+from tilework.launch.failure_report import FailureReport, RankFailure, describe, root_cause
 from tilework.launch.failure_text import failure_text
 from tilework.launch.packing import Packed, pack
 from tilework.launch.rank import abort_groups
-from tilework.launch.root_cause import RankFailure, root_cause
 from tilework.launch.spawn import RunningRanks, spawn
 
 _Result = TypeVar("_Result")

@@ -151,10 +151,7 @@ class RankProcess:
         return os.waitstatus_to_exitcode(status)
 
     def _lost(self) -> int:
-        """The exit code to assume if other code of this program has reaped the process.
-
-        It is the code in the failure report, or 0 without a report.
-        """
+        """The code in the report, or 0, if other code of this program has reaped the process."""
         self._reaped = True
         self.read_report()
         return self.report.exit_code if self.report is not None else 0

@@ -14,16 +14,18 @@ import faulthandler
 import gc
 import io
 import os
+import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn, cast
 
 from tilework.comm.flight.internal import arm as arm_flight_records
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
+from tilework.launch.packing import Packed, pack
 from tilework.launch.program import Program
 from tilework.launch.sweep import MARK_VARIABLE, map_mark
 
@@ -175,10 +177,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _report(error: BaseException, code: int, fd: int) -> None:
-    """Send the failure report to the launcher, and call the program's own hook for exceptions.
-
-    A pipe without a reader is not an error.
-    """
+    """Send the failure report to the launcher, and call the program's own hook for exceptions."""
     data = memoryview(encode(describe(error, code)))
     with contextlib.suppress(OSError):
         while data:
@@ -209,11 +208,7 @@ def _call_hook(error: BaseException) -> None:
 
 
 def _hook() -> Callable[..., object]:
-    """The program's hook for uncaught exceptions, without the hook of torch.distributed around it.
-
-    torch's hook prints each rank's traceback with the rank in front, which the launcher does
-    already.
-    """
+    """The program's hook for uncaught exceptions, without torch.distributed's around it."""
     hook = sys.excepthook
     if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
         cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
@@ -223,10 +218,7 @@ def _hook() -> Callable[..., object]:
 
 
 def _close_files() -> None:
-    """Close files that the program left open, as the interpreter would at the end.
-
-    Only objects made since the fork are searched: the launcher's objects are frozen.
-    """
+    """Close files that the program left open since the fork, as the interpreter would."""
     own = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     gc.collect()
     files = [o for o in gc.get_objects() if isinstance(o, io.IOBase) and id(o) not in own]
@@ -248,3 +240,60 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+#: The fresh interpreter's program, given with ``-c``. All ranks share the file of the payload,
+#: hence ``pread``. The path comes first since loading anything else may need it.
+BOOT: Final = (
+    "import os,pickle,sys;"
+    "fd,rank,report=map(int,sys.argv[1:]);"
+    "path,rest=pickle.loads(os.pread(fd,os.fstat(fd).st_size,0));"
+    "os.close(fd);sys.path[:]=path;"
+    "from tilework.launch.rank import main;main(rest,rank,report)"
+)
+
+
+@dataclass(frozen=True)
+class PackedProgram:
+    """A pickled program. The rank loads it when it runs, so that the rank can report a failure."""
+
+    packed: Packed
+
+    def run(self, rank: int) -> None:
+        """Load the program and run it. Raises whatever the program raises."""
+        cast(Program, self.packed.load()).run(rank)
+
+
+def payload(plan: RankPlan, program: Program) -> bytes:
+    """The bytes that :func:`main` of each rank of a launch reads; equal for all ranks.
+
+    The rank's number and the pipe for failures are arguments instead.
+
+    Raises:
+        TypeError: The function or its arguments cannot be pickled.
+    """
+    try:
+        packed = pack(program)
+    except TypeError as error:
+        raise TypeError(
+            f'{error}. Define the function at the top level of a module, or use start="fork"'
+        ) from error
+    return pickle.dumps((sys.path, pickle.dumps((plan, PackedProgram(packed)))))
+
+
+def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
+    """Make this process ``rank``, run the program, and exit as the interpreter does."""
+    plan, packed = cast(tuple[RankPlan, PackedProgram], pickle.loads(rest))
+    plan = RankPlan(
+        rank=rank,
+        environment=dict(os.environ),  # given by the launcher when this process was started
+        report_fd=report_fd,
+        launcher=plan.launcher,
+        dies_with_launcher=plan.dies_with_launcher,
+        threads=plan.threads,
+    )
+    enter(plan)
+    # Also delivers a Ctrl-C that was held back while nothing could handle it.
+    code = run_interruptibly(cast(Program, packed), plan)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the interpreter's end would show a trace
+    sys.exit(code)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tilework.launch.failure_report import RankFailure
 from tilework.launch.failure_text import cause
-from tilework.launch.root_cause import RankFailure
 
 #: The error of a rank that was left behind: the end does not follow from another failure.
 _EXCLUDED = "tilework.errors.ExcludedError"

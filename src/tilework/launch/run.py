@@ -11,14 +11,14 @@ from tilework.comm.flight.internal import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
 from tilework.launch.binding import CpuSets, bound_sets
 from tilework.launch.environment import thread_environment
+from tilework.launch.failure_report import RankFailure
 from tilework.launch.failure_text import failure_text, other_failures_text
-from tilework.launch.flight_folder import FlightFolder
+from tilework.launch.flight_records import FlightFolder
 from tilework.launch.job import Frontend, Job
 from tilework.launch.nodes import Nodes, join_nodes
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
 from tilework.launch.recovery import Recovery
-from tilework.launch.root_cause import RankFailure
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, die_quietly
 from tilework.launch.stdin import StandardInput
@@ -66,7 +66,6 @@ def _run_here(
     nodes: Nodes | None,
     cpus: CpuSets,
 ) -> int:
-    """Run the ranks of this host, and return the exit status."""
     if settings.start == "fork":
         _preload()
     flight = FlightFolder.choose(settings.log_dir, os.environ)
@@ -78,8 +77,6 @@ def _run_here(
 
 @dataclass(frozen=True)
 class _Parts:
-    """The input and output of one run."""
-
     #: The output of this host's ranks, and the launcher's own notices.
     output: Output
     #: The launcher's standard input, for rank 0.

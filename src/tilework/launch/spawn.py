@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 from tilework.cores import threads_per_rank
 from tilework.errors import RankFailedError
-from tilework.launch import termination
+from tilework.launch import signals
 from tilework.launch.failure_text import failure_text
 from tilework.launch.job import Job
 from tilework.launch.notebook import CellOutput, in_notebook
@@ -29,7 +29,7 @@ from tilework.launch.supervise import Outcome
 _Result = TypeVar("_Result")
 
 #: The time for all steps of ending ranks politely, with a margin.
-_STOP_TIME = timedelta(seconds=termination.KILL_SECONDS + 1)
+_STOP_TIME = timedelta(seconds=signals.KILL_SECONDS + 1)
 
 
 class RunningRanks:
@@ -192,7 +192,7 @@ def spawn(
         try:
             ranks.join()
         except KeyboardInterrupt:
-            job.stop(termination.after_signal(signal.SIGINT), _STOP_TIME)
+            job.stop(signals.after_signal(signal.SIGINT), _STOP_TIME)
             raise
     return ranks.results
 

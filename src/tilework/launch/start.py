@@ -21,8 +21,7 @@ from typing import NoReturn, Protocol
 
 from tilework.launch import rank as inside
 from tilework.launch.program import Program
-from tilework.launch.rank import RankPlan
-from tilework.launch.spawned import BOOT, payload
+from tilework.launch.rank import BOOT, RankPlan, payload
 
 
 @dataclass(frozen=True)

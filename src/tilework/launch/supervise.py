@@ -1,7 +1,7 @@
 """The launcher's loop: wait for ranks, pass output on, end all ranks when one fails.
 
 One thread, one ``poll``. The decisions are in pure modules: which failure to blame
-(:mod:`~tilework.launch.root_cause`) and how to end ranks (:mod:`~tilework.launch.termination`).
+(:mod:`~tilework.launch.failure_report`) and how to end ranks (:mod:`~tilework.launch.signals`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tilework.comm.flight.internal import LAUNCHER_SIGNAL
-from tilework.launch import linux, node_link, orphans, termination
-from tilework.launch.failure_report import FailureReport
+from tilework.launch import linux, node_link, orphans, signals
+from tilework.launch.failure_report import FailureReport, RankFailure, root_cause, settle_time
 from tilework.launch.node_link import Message, NodeLink
 from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
 from tilework.launch.recovery import Answer, Recovery
-from tilework.launch.root_cause import RankFailure, root_cause, settle_time
-from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
+from tilework.launch.signals import ENDING_SIGNALS, SignalInbox, TerminationStep
 from tilework.launch.stdin import StandardInput
-from tilework.launch.termination import TerminationStep
 
 #: The interval of checks where the system does not tell of a process's end.
 _ASK_SECONDS: Final = 0.02
@@ -82,7 +80,7 @@ class Endpoints:
     #: Selects ranks that train, without those that wait to be let in or are out.
     members: Callable[[Sequence[RankProcess]], Sequence[RankProcess]] = lambda ranks: ranks
     #: Seconds from the user's signal to SIGKILL.
-    grace: float = termination.KILL_SECONDS
+    grace: float = signals.KILL_SECONDS
     #: Called once for each rank that has ended, if the job goes on.
     on_end: Callable[[RankProcess], None] = lambda rank: None
     #: Given if this process adopts orphans of ranks: the children that are not orphans.
@@ -253,10 +251,10 @@ class Supervisor:
     def _end_by(self, number: int) -> None:
         """End the ranks on the user's signal; a second signal ends them at once."""
         if self._stop_began is not None:
-            self.stop(termination.at_once())
+            self.stop(signals.at_once())
         else:
             self._interrupted = number
-            self.stop(termination.after_signal(number, self.around.grace))
+            self.stop(signals.after_signal(number, self.around.grace))
             self._tell_others(node_link.INTERRUPTED, signal=number)
 
     def _suspend(self) -> None:
@@ -275,7 +273,7 @@ class Supervisor:
         broken = [output.broken for output in outputs if output.broken is not None]
         if broken and self._stop_began is None:
             self._lost_output = broken[0]
-            self.stop(termination.after_signal(signal.SIGTERM))
+            self.stop(signals.after_signal(signal.SIGTERM))
             self._tell_others(node_link.INTERRUPTED, signal=signal.SIGTERM)
 
     def _note_failures(self) -> None:
@@ -310,10 +308,7 @@ class Supervisor:
     # Other hosts
 
     def _others_need_us(self) -> bool:
-        """True while this launcher must stay, since other nodes run on without a failure.
-
-        Also tells the other nodes, once, that all ranks of this node have ended.
-        """
+        """True while this launcher must stay, since other nodes run on without a failure."""
         link = self.around.link
         if link is None or self._stop_began is not None or self._failures:
             return False
@@ -332,7 +327,7 @@ class Supervisor:
             kind = message["kind"]
             if kind == node_link.INTERRUPTED and self._stop_began is None:
                 self._interrupted = int(message["signal"])
-                self.stop(termination.after_signal(self._interrupted, self.around.grace))
+                self.stop(signals.after_signal(self._interrupted, self.around.grace))
             elif kind == node_link.FAILED:
                 self._failures.setdefault(int(message["rank"]), self._failure_there(message))
             elif kind == node_link.LOST and self._stop_began is None:
@@ -361,11 +356,7 @@ class Supervisor:
         )
 
     def _outlives(self, rank: RankProcess) -> bool:
-        """True if recovery deals with this rank's failure, now or once the process has ended.
-
-        The rank is started again, the job goes on without it, or recovery has noted the failure
-        that ends the job.
-        """
+        """True if recovery deals with this rank's failure, now or once the process has ended."""
         recovery = self.around.recovery
         if rank.pid in self._outlived:
             return True
@@ -403,10 +394,7 @@ class Supervisor:
             self.around.on_failure(failure)
 
     def _end_outsiders(self) -> None:
-        """Once a rank has finished, end living ranks if none of them belongs to the group.
-
-        Those are stopped ranks that the group left behind, and ranks that were not let in.
-        """
+        """Once a rank has finished, end living ranks if none of them belongs to the group."""
         living = [rank for rank in self.ranks if rank.alive]
         finished = any(rank.ending and rank.ending.code == 0 for rank in self.ranks)
         recovery = self.around.recovery
@@ -415,7 +403,7 @@ class Supervisor:
         if not self.around.members(living):
             for rank in living:
                 recovery.note(rank.rank, "ended: the others have finished without it")
-            self.stop(termination.at_once())
+            self.stop(signals.at_once())
 
     @property
     def _has_finished_ranks(self) -> bool:
@@ -452,10 +440,9 @@ class Supervisor:
         if time.monotonic() >= settle_time(failures):
             self._root = root_cause(failures)
             self._tell(self._root)
-            self.stop(termination.after_failure())
+            self.stop(signals.after_failure())
 
     def _step(self) -> None:
-        """Send the signals that are due."""
         while self._steps and self._stop_began is not None:
             step = self._steps[0]
             if time.monotonic() < self._stop_began + step.after:
@@ -488,7 +475,6 @@ def _told(failure: RankFailure) -> Message:
 
 
 def _failure(rank: RankProcess) -> RankFailure:
-    """The failure of a rank, from the report and the ending so far."""
     report, ending = rank.report, rank.ending
     code = ending.code if ending is not None else report.exit_code if report is not None else 1
     # A signal ended the rank, not the reported error, unless the exit code agrees with the report.

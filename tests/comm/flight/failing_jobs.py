@@ -14,7 +14,7 @@ from pathlib import Path
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks
 from tilework.comm.flight.diagnosis import Finding, diagnose
-from tilework.launch.diagnosis_report import read_latest_run
+from tilework.launch.flight_records import read_latest_run
 
 
 @dataclass

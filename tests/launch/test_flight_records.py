@@ -18,7 +18,7 @@ from tests.comm.flight.failing_jobs import FailingJob, doze
 from tests.faults.forked_ranks import ForkedRanks
 from tilework.cli import dispatch
 from tilework.comm.flight.diagnosis import Finding, Kind
-from tilework.launch.diagnosis_report import print_diagnosis
+from tilework.launch.flight_records import print_diagnosis
 
 
 def first_is(kind: Kind, awaited: int = 0, told: int = 0) -> Callable[[list[Finding]], bool]:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.launch.line_prefix import MAX_LINE_BYTES, LineAssembler, prefix_for
+from tilework.launch.output_lines import MAX_LINE_BYTES, LineAssembler, prefix_for
 
 
 def assemble(data: bytes, cuts: list[int], terminal: bool = False) -> bytes:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Launch, wait_for_files, wait_until
-from tilework.launch.diagnosis_report import read_latest_run
-from tilework.launch.flight_folder import FlightFolder
+from tilework.launch.flight_records import FlightFolder, read_latest_run
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no such signals here")
 

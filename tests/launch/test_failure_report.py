@@ -9,25 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from tilework.launch import termination
+from tilework.launch import signals
 from tilework.launch.failure_report import (
     MAX_SUMMARY_CHARS,
     MAX_TRACEBACK_CHARS,
+    PATIENCE_SECONDS,
+    SETTLE_SECONDS,
     FailureReport,
+    RankFailure,
     decode,
     describe,
     encode,
-)
-from tilework.launch.failure_text import failure_text, headline, other_failures_text
-from tilework.launch.root_cause import (
-    PATIENCE_SECONDS,
-    SETTLE_SECONDS,
-    RankFailure,
     root_cause,
     settle_time,
 )
+from tilework.launch.failure_text import failure_text, headline, other_failures_text
 
-HERE = "tests/launch/test_root_cause.py:35"
+HERE = "tests/launch/test_failure_report.py:33"
 
 
 def report_of(error: BaseException, code: int = 1) -> FailureReport:
@@ -96,7 +94,7 @@ def test_a_cause_is_waited_for_only_if_none_is_known() -> None:
 
 
 def test_everything_ends_within_three_seconds() -> None:
-    for steps in (termination.after_failure(), termination.after_signal(signal.SIGINT)):
+    for steps in (signals.after_failure(), signals.after_signal(signal.SIGINT)):
         assert steps[-1].signal == signal.SIGKILL
         assert PATIENCE_SECONDS + steps[-1].after < 3
 

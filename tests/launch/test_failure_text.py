@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tilework.launch.failure_report import describe
-from tilework.launch.traceback_folding import folded
+from tilework.launch.failure_text import folded
 
 
 def text_of(error: BaseException) -> str:
@@ -57,4 +57,4 @@ def test_the_hint_stands_once_in_a_chain_of_errors() -> None:
 def test_the_site_is_the_programs_own() -> None:
     error = raised_in_a_layer()
     line = raised_in_a_layer.__code__.co_firstlineno + 2
-    assert describe(error, 1).site == f"tests/launch/test_traceback_folding.py:{line}"
+    assert describe(error, 1).site == f"tests/launch/test_failure_text.py:{line}"

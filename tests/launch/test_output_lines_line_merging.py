@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.launch.line_merging import WAIT_SECONDS, LineMerger
+from tilework.launch.output_lines import WAIT_SECONDS, LineMerger
 
 WARNING = "train.py:4: UserWarning: slow\n"
 SOURCE = "  warnings.warn(...)\n"
