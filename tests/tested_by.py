@@ -187,7 +187,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "parallel/tensor_parallel/prepare_module.py": ("parallel/tensor_parallel/test_styles.py",),
     "parallel/tensor_parallel/tracing.py": ("parallel/tensor_parallel/test_deriving.py",),
     "rendezvous/handlers.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
-    "rendezvous/place.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rpc/api.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),
     "rpc/delivery.py": ("rpc/test_calls.py", "rpc/test_payload.py"),
     "rpc/futures.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),

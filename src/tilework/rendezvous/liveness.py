@@ -14,11 +14,75 @@ import itertools
 import os
 import sys
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
+
+from tilework.errors import DistError
+from tilework.store import PrefixStore, Store, UnixStore
+
+#: Where the launcher publishes it, unless in the job's store.
+ENDS_VARIABLE = "TILEWORK_ENDED_RANKS"
+#: The launcher is on this host, and lives as long as the ranks.
+_TIMEOUT = timedelta(seconds=5)
+
+_KEY = "tilework/ended-ranks"
+
+
+class EndedRanks:
+    """The list in a store of a job's ranks that have ended and were not started again.
+
+    The launcher keeps it in the job's store. If rank 0 serves that store, the launcher has a second
+    store for the list: rank 0 may be the rank that has ended.
+
+    A rank counts as ended after a failure, and also after the program has finished.
+
+    Args:
+        store: The store with the list, or a prefixed view of that store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._store = store
+
+    @classmethod
+    def at_launcher(cls, rank: int, size: int) -> EndedRanks | None:
+        """The list in the second store, which the launcher of this process serves for it.
+
+        None if there is no second store, or if the launcher started this process as another rank
+        than ``rank`` of ``size``.
+        """
+        environment = os.environ
+        address = environment.get(ENDS_VARIABLE, "").removeprefix("unix:")
+        started = environment.get("RANK"), environment.get("WORLD_SIZE")
+        if not address or started != (str(rank), str(size)):
+            return None
+        with contextlib.suppress(DistError, OSError, ValueError):
+            secret = bytes.fromhex(environment.get("TILEWORK_SECRET", "")) or None
+            return cls(UnixStore(address, timeout=_TIMEOUT, secret=secret))
+        return None
+
+    def add(self, rank: int) -> None:
+        """Note in the store that the process of ``rank`` has ended."""
+        self._store.append(_KEY, f"{rank} ")
+
+    def remove(self, rank: int) -> None:
+        """Note in the store that ``rank`` was started again."""
+        self._store.append(_KEY, f"-{rank + 1} ")
+
+    def among(self, ranks: Collection[int]) -> set[int]:
+        """Those of ``ranks`` that the store lists as ended. Takes one or two requests."""
+        ended: set[int] = set()
+        if self._store.check([_KEY]):
+            for number in map(int, self._store.get(_KEY).split()):
+                (ended.add if number >= 0 else ended.discard)(max(number, -1 - number))
+        return ended.intersection(ranks)
+
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _numbers = itertools.count(1)
@@ -57,12 +121,7 @@ def has_ended(identity: str) -> bool:
 
 @dataclass(slots=True)
 class _Mark:
-    """The memory file that marks the program which runs in this process: exec closes the file.
-
-    Attributes:
-        descriptor: The descriptor of the file; -1 before the file is made.
-        lock: Held while the file is made.
-    """
+    """The memory file that marks the program which runs in this process: exec closes the file."""
 
     descriptor: int = -1
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,10 +141,7 @@ def _mark() -> str:
 
 
 def _has_lost(pid: int, mark: str = "-") -> bool:
-    """True if process ``pid`` lives, but no longer has the memory file ``mark`` open.
-
-    The process then runs another program. False where this process may not look.
-    """
+    """True if process ``pid`` runs another program: lives, without the memory file ``mark``."""
     descriptor, _, inode = mark.partition(":")
     if not inode:
         return False

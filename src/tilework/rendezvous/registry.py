@@ -7,12 +7,16 @@ from datetime import timedelta
 from typing import Any
 
 from tilework.rendezvous.handlers import (
+    UNSET,
+    RankPlace,
     env_rendezvous,
     file_rendezvous,
+    merge,
+    place_of,
+    split_url,
     tcp_rendezvous,
     unix_rendezvous,
 )
-from tilework.rendezvous.place import UNSET, RankPlace, merge, place_of, split_url
 from tilework.store import DEFAULT_TIMEOUT, Store
 from tilework.store.internal import positive
 

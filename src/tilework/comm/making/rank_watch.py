@@ -6,8 +6,8 @@ that the rank has ended: from the system on the same host, from that key on othe
 
 A rank may end before it writes an identity. Then others may know: the launcher, which tells the
 store; the store, if each rank has made one (``store.arrivals``); the system, if ranks have numbers
-in their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
-that were started together (:mod:`~tilework.rendezvous.multiprocessing_children`).
+in their environment, or are as many as the processes that were started together
+(:mod:`~tilework.rendezvous.siblings`).
 """
 
 from __future__ import annotations

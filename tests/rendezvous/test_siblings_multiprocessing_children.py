@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilework.rendezvous.liveness import process_identity, thread_identity
-from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
+from tilework.rendezvous.siblings import MultiprocessingChildren
 
 #: Three processes, of which one ends; the others, which know each other, then count the missing.
 PROGRAM = r"""
@@ -100,7 +100,7 @@ def test_a_process_without_kin_misses_none() -> None:
 
 FORKED = """
 import multiprocessing, os
-from tilework.rendezvous.multiprocessing_children import _own_number
+from tilework.rendezvous.siblings import _own_number
 
 def main():
     print(_own_number(), flush=True)

@@ -4,7 +4,7 @@ import secrets
 
 import pytest
 
-from tilework.rendezvous.ended_ranks import ENDS_VARIABLE, EndedRanks
+from tilework.rendezvous.liveness import ENDS_VARIABLE, EndedRanks
 from tilework.store import HashStore, PrefixStore, StoreServer, UnixStore
 
 
