@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.layout.random_tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
 from tests.tables import each
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
-from tilework.layout.box_index import FEW_QUERIES, BoxIndex
+from tilework.layout.box_columns import FEW_QUERIES, BoxIndex
 
 TILINGS = shapes().flatmap(tilings)
 HALVES = (Tile(Box((0,), (2,)), (3,)), Tile(Box((2,), (2,)), (1, 3)))

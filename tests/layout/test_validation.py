@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from tests.layout.random_tilings import boxes_of, covers, examples, points, shapes, whole
 from tests.tables import each
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
-from tilework.layout.box_columns import BoxColumns
-from tilework.layout.cuts import cover_by_cuts
-from tilework.layout.overlap_search import FEW, find_pair
+from tilework.layout.box_columns import FEW, BoxColumns, cover_by_cuts, find_pair
 
 SOME_BOXES = st.integers(0, 4).flatmap(boxes_of)
 COVERED = shapes().flatmap(lambda shape: st.tuples(st.just(shape), covers(shape)))

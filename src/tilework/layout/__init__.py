@@ -16,7 +16,6 @@ There are two planners, for two questions:
 Both take their prices from :class:`CostModel`, and so does the choice of layouts for operators.
 """
 
-from tilework.layout.all_ranks_plan import AllRanksPlan, WholePlan, plan_all_ranks, whole
 from tilework.layout.box import Box
 from tilework.layout.chunking import (
     chunk_offsets,
@@ -28,7 +27,7 @@ from tilework.layout.chunking import (
 from tilework.layout.collective import Collective
 from tilework.layout.cost import CostModel
 from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
-from tilework.layout.planning import Plan, plan
+from tilework.layout.planning import AllRanksPlan, Plan, WholePlan, plan, plan_all_ranks, whole
 from tilework.layout.sharding import chunk_tiling, mesh_tiling
 from tilework.layout.steps import Step, Steps, redistribution_steps
 from tilework.layout.tile_transfers import Piece

@@ -110,13 +110,7 @@ class _Ends:
 
 
 def _only_tile(tiling: Tiling, rank: int) -> int | None:
-    """The index of the only tile with elements that a rank holds.
-
-    If all tiles of the rank are empty, the first of them; None if the rank holds no tile.
-
-    Raises:
-        _Mismatch: The rank holds several tiles with elements.
-    """
+    """The only tile of a rank with elements, else the first; None if the rank holds no tile."""
     tiles = tiling.of(rank)
     if len(tiles) > 1:
         tiles = tuple([i for i in tiles if not tiling.tiles[i].box.empty]) or tiles[:1]
@@ -160,10 +154,7 @@ def _gather(ends: _Ends) -> tuple[Kind, Groups]:
 
 
 def _from_one(ends: _Ends) -> Groups:
-    """The groups of a scatter: one rank alone holds the tile whose parts the members need.
-
-    For a gather, ``ends`` has the source and the target exchanged.
-    """
+    """The groups of a scatter from the rank that alone holds a tile; of a gather, if exchanged."""
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[int, set[int]] = defaultdict(set)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilework.layout.box import Ints
+from tilework.layout.box import Ints, whole_number, whole_numbers
 from tilework.layout.chunking import chunk_at
-from tilework.layout.torch_callers import refuse_torch_caller
-from tilework.layout.whole_numbers import whole_number, whole_numbers
 
 _OURS = (
     "a placement of tilework's: torch.distributed's functions take the placements of "
     "torch.distributed.tensor. x.to_torch() converts a DTensor, with the placements"
 )
-
-
 _DIM = "Shard takes a dim, a whole number such as 0 or -1"
 _SIZES = "Shard takes sizes, a whole number for each rank along the axis, as (3, 5)"
 _ORDER = "order has the number of each axis of the mesh once, as (1, 0)"
@@ -240,3 +237,29 @@ def check_placements(
         raise ValueError(
             f"order must name each of the mesh's {len(lengths)} axes once, got {list(order)}"
         )
+
+
+#: torch asks its arguments for attributes before it uses them; refused objects raise then.
+_CALLERS = ("torch.distributed", "torch.nn.parallel")
+
+
+def refuse_torch_caller(what: object, instead: str) -> None:
+    """Raise TypeError if the method that calls this was called by code of torch.distributed.
+
+    Args:
+        what: The object that was given to torch's function.
+        instead: The rest of the sentence: the object's library, and what torch takes instead.
+    """
+    if called_by_torch(2):
+        raise TypeError(f"{what!r} is {instead}")
+
+
+def called_by_torch(depth: int = 1) -> bool:
+    """True if code of torch.distributed, or of torch.nn.parallel, called the caller of this.
+
+    Args:
+        depth: The caller to look at: 1 is the caller of the function that calls this, 2 the caller
+            of that caller.
+    """
+    caller: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return caller.startswith(_CALLERS)

@@ -150,7 +150,6 @@ def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | N
 
 
 def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
-    """True if each group of sizes is as ``torch.chunk`` splits their sum."""
     return all(list(group) == chunk_sizes(sum(group), length) for group in groups)
 
 
@@ -314,10 +313,7 @@ def mesh_tiling(
 
 
 def _spans(lengths: Ints) -> list[range]:
-    """For each axis, the indices of the ranks that differ from the first rank only along this axis.
-
-    The indices are places in the mesh's flat list of ranks.
-    """
+    """For each axis, the indices of ranks that differ from the first one along this axis alone."""
     spans, stride = [], 1
     for length in reversed(lengths):
         spans.append(range(0, stride * length, stride))
@@ -388,7 +384,6 @@ def _with(numbers: Ints, dim: int, number: int) -> Ints:
 
 
 def _flat(mesh: Any) -> tuple[Ints, list[int]]:
-    """The mesh's shape, and the ranks in order."""
     if not isinstance(mesh, (list, tuple)):
         return (), [int(mesh)]
     if not any(isinstance(part, (list, tuple)) for part in mesh):

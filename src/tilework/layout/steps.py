@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING
 from tilework.layout.box import Ints
 from tilework.layout.cost import DEFAULT_COST, CostModel
 from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
-from tilework.layout.search_state import ShardState, layout_of, state_of
-from tilework.layout.step_search import SearchSpace, StepKind, cheapest
+from tilework.layout.step_search import (
+    SearchSpace,
+    ShardState,
+    StepKind,
+    cheapest,
+    layout_of,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -105,10 +105,7 @@ class TileTransfers:
                 yield Piece(part, src, dst, s, d, term)
 
     def _requests(self, s: int) -> list[tuple[int, int]]:
-        """The requests to source tile ``s``: pairs of a target tile and a rank that needs a part.
-
-        The rank owns the target tile, which overlaps ``s``, and does not own ``s``.
-        """
+        """The requests to source tile ``s``: pairs of a target tile and a rank that needs it."""
         tile, term = self.source.tiles[s], self.source.term_of(s)
         terms = (term,) if self.term_by_term else self.valued
         overlapping = [d for t in terms for d in self.target.overlapping(t, tile.box)]
@@ -206,10 +203,7 @@ def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
 
 
 def _split(box: Box, parts: int) -> list[Box]:
-    """The box, split into ``parts`` parts along the first dim that is long enough.
-
-    There must be a dim of at least ``parts`` elements.
-    """
+    """The box, split into ``parts`` parts along the first dim that is long enough."""
     if parts == 1:
         return [box]
     dim = next(d for d, size in enumerate(box.sizes) if size >= parts)

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from tilework.layout.box import Box, Ints
-from tilework.layout.box_index import BoxIndex
+from tilework.layout.box_columns import BoxIndex
 from tilework.layout.validation import check_boxes
 
 

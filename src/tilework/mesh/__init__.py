@@ -9,8 +9,7 @@ Names are torch.distributed.device_mesh's. *Axis* is a mesh's, *dim* a tensor's;
 names (``mesh_dim``, ``mesh_dim_names``) say otherwise.
 """
 
-from tilework.mesh.device_mesh import DeviceMesh
-from tilework.mesh.making import current_mesh, init_device_mesh
+from tilework.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh
 from tilework.mesh.spec import MeshSpec
 
 __all__ = ["DeviceMesh", "MeshSpec", "current_mesh", "init_device_mesh"]

@@ -13,16 +13,16 @@ from tilework.comm.world import (
     current_world,
     get_process_group_ranks,
     get_rank,
+    get_world_size,
     is_initialized,
     native_group,
     resolve,
 )
 from tilework.layout.internal import refuse_torch_caller
-from tilework.mesh.devices import check_device_type
 from tilework.mesh.grid import MeshesOfRank
-from tilework.mesh.same_mesh import check_same
-from tilework.mesh.slicing import MeshSlicing
+from tilework.mesh.same_mesh import check_device_type, check_same, ranks_there
 from tilework.mesh.spec import MeshSpec
+from tilework.mesh.submeshes import MeshSlicing
 from tilework.mesh.torch_meshes import (
     adopt_torch_world,
     flattened_in_torch,
@@ -204,10 +204,7 @@ class DeviceMesh(MeshSlicing):
         return DeviceMesh.from_torch(mesh)
 
     def _part_in_torch(self) -> Any:
-        """The mesh of torch's on the same ranks, as a part of the mesh that the root came from.
-
-        None if the root came from no mesh of torch's, or if there is no part on these ranks.
-        """
+        """The mesh of torch's on the same ranks, a part of the root's; None if there is none."""
         whole, names = self._flat_of or self, self.mesh_dim_names
         part = torch_part(self._root._torch, whole.mesh_dim_names)
         if part is None or names is None or whole is self:
@@ -231,10 +228,7 @@ class DeviceMesh(MeshSlicing):
     _get_or_create_default_group = _is_current_rank_part_of_mesh
 
     def _link(self, mesh: Any) -> None:
-        """Remember that this mesh and ``mesh``, a mesh of torch's, have the same ranks.
-
-        :meth:`to_torch` and :meth:`from_torch` then return the other mesh.
-        """
+        """Remember that torch's ``mesh`` has the same ranks, for to_torch() and from_torch()."""
         if self._torch is None:
             self._torch = mesh
         mesh._tilework_mesh = self
@@ -287,3 +281,94 @@ def find_or_make(
         if spec.names and whole.device_type == device_type and whole.has_part(spec):
             return whole[spec.names]
     return DeviceMesh(device_type, spec)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Iterable[str] | None = None,
+    backend_override: Any = None,
+) -> DeviceMesh:
+    """A mesh of all ranks, in their order. Collective over all ranks; blocks.
+
+    Args:
+        device_type: Where tensors on the mesh live.
+        mesh_shape: The number of ranks along each axis; their product is the number of ranks.
+        mesh_dim_names: A name for each axis.
+        backend_override: As for :class:`DeviceMesh`.
+
+    Raises:
+        RuntimeError: The job has another number of ranks than the shape.
+        ValueError: An axis would have no ranks.
+        TypeError: The shape is one number, or has something else than numbers.
+
+    Example:
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        ...     return mesh["tp"].size(), mesh["tp", "dp"].shape
+        >>> run_ranks(2, program)[0]
+        (2, (2, 1))
+    """
+    if isinstance(mesh_shape, int):
+        raise TypeError(
+            f"mesh_shape has the number of ranks along each axis, such as ({mesh_shape},), "
+            f"got {mesh_shape}"
+        )
+    check_device_type(device_type)
+    spec = MeshSpec.regular(mesh_shape, mesh_dim_names)
+    if not is_initialized():
+        init_process_group()
+    if spec.size != get_world_size():
+        raise RuntimeError(
+            f"a mesh of shape {tuple(mesh_shape)} needs {spec.size} ranks, and there "
+            f"{ranks_there(spec.size)}"
+        )
+    return DeviceMesh(device_type, spec, backend_override=backend_override)
+
+
+def mesh_or_current(mesh: Any) -> DeviceMesh:
+    """``mesh`` as a DeviceMesh; for None, the mesh of the innermost ``with mesh:`` block.
+
+    A mesh of torch.distributed is converted by :meth:`DeviceMesh.from_torch`.
+
+    Raises:
+        RuntimeError: ``mesh`` is None, and there is no ``with mesh:`` block.
+        TypeError: ``mesh`` is no mesh, or a mesh of torch's on groups of torch's own backends.
+    """
+    if mesh is None:
+        return current_mesh()
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if is_torch_mesh(mesh):
+        return DeviceMesh.from_torch(mesh)
+    hint = "; placements come after the mesh" if isinstance(mesh, (list, tuple)) else ""
+    raise TypeError(
+        f"mesh must be a DeviceMesh, as init_device_mesh() makes, got {type(mesh).__name__}{hint}"
+    )
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:`` block on this rank.
+
+    Raises:
+        RuntimeError: No mesh is active.
+
+    Example:
+        >>> from tilework.mesh import current_mesh, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     with init_device_mesh("cpu", (2,)) as mesh:
+        ...         return current_mesh() is mesh
+        >>> run_ranks(2, program)
+        [True, True]
+    """
+    entered: list[DeviceMesh] = current_world().state(MeshesOfRank).entered
+    if not entered:
+        raise RuntimeError(
+            "No device mesh is currently active: pass one, or use `with mesh:`. "
+            'init_device_mesh("cpu", (n,)) makes one of n ranks'
+        )
+    return entered[-1]

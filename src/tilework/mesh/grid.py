@@ -15,7 +15,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
 from tilework.comm.world import current_world, get_default_group, get_rank
 from tilework.mesh.spec import MeshSpec
-from tilework.mesh.torch_names import TorchMeshNames
+from tilework.mesh.torch_meshes import TorchMeshNames
 
 
 @dataclass(eq=False)
@@ -179,10 +179,7 @@ class MeshGrid(TorchMeshNames):
         return known[ranks]
 
     def _flattened(self, name: int | str | None) -> MeshGrid | None:
-        """The mesh that flatten() has made by the name ``name``.
-
-        None if ``name`` is an axis of this mesh, or if flatten() has made none of that name.
-        """
+        """The mesh that flatten() has made by ``name``; None if it is an axis, or there is none."""
         if not isinstance(name, str) or name in (self.mesh_dim_names or ()):
             return None
         made: MeshGrid | None = self._root._flat.get(name)

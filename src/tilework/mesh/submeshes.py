@@ -10,8 +10,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world, get_rank, get_world_size
 from tilework.mesh.grid import MeshesOfRank, MeshGrid, seats_of
 from tilework.mesh.spec import MeshSpec
-from tilework.mesh.torch_meshes import torch_part
-from tilework.mesh.torch_names import backends_of_axes
+from tilework.mesh.torch_meshes import backends_of_axes, torch_part
 
 _Mesh = TypeVar("_Mesh", bound="MeshSlicing")
 
@@ -62,10 +61,7 @@ class MeshSlicing(MeshGrid):
         return self._related(part, groups)
 
     def _part(self, names: Sequence[str]) -> MeshSpec:
-        """The spec of the part through this rank along the axes ``names``.
-
-        Some of the axes may be made by flatten().
-        """
+        """The spec of the part through this rank along axes, some perhaps made by flatten()."""
         if all(self._flattened(name) is None for name in names):
             return self.spec.through(names, get_rank())
         for name in names:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tables import each
-from tilework.layout.whole_numbers import whole_number, whole_numbers
+from tilework.layout.box import whole_number, whole_numbers
 
 
 @each("number", [3, np.int8(3), torch.tensor(3)])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tables import each
 from tilework.layout import Partial, Replicate, Shard
-from tilework.layout.torch_callers import refuse_torch_caller
+from tilework.layout.placements import refuse_torch_caller
 
 
 def _asked_by(module: str, source: str, value: object) -> Any:

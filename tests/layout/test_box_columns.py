@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from tests.layout.random_tilings import boxes_of, covers, examples, points
 from tilework.layout import Box
-from tilework.layout.box_columns import BoxColumns
-from tilework.layout.signed_corners import left_over_2d, nowhere_two_2d, signed_corners, strides_for
+from tilework.layout.box_columns import (
+    BoxColumns,
+    left_over_2d,
+    nowhere_two_2d,
+    signed_corners,
+    strides_for,
+)
 
 SIDE = 7
 STRIDES = [SIDE + 1, 1]

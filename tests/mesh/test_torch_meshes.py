@@ -8,7 +8,7 @@ import torch
 import tilework.distributed as dist
 from tests.tables import each
 from tilework.mesh import DeviceMesh, init_device_mesh
-from tilework.mesh.torch_names import backends_of_axes
+from tilework.mesh.torch_meshes import backends_of_axes
 from tilework.testing import run_ranks
 
 
