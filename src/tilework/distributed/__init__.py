@@ -31,9 +31,7 @@ from tilework.comm.contract import (
     supports_complex,
 )
 from tilework.comm.flight.internal import Straggler
-from tilework.comm.groups import (
-    DEFAULT_TIMEOUT as default_pg_timeout,  # torch's name
-)
+from tilework.comm.groups import DEFAULT_TIMEOUT as default_pg_timeout  # torch's name
 from tilework.comm.groups import (
     abort_process_group,
     destroy_process_group,
@@ -106,11 +104,7 @@ from tilework.errors import (
 )
 from tilework.from_torch import refuse_left_out
 from tilework.mesh import DeviceMesh, init_device_mesh
-from tilework.rendezvous import (
-    is_torchelastic_launched,
-    register_rendezvous_handler,
-    rendezvous,
-)
+from tilework.rendezvous import is_torchelastic_launched, register_rendezvous_handler, rendezvous
 from tilework.store import (
     FileStore,
     HashStore,

@@ -24,6 +24,7 @@ from torch.torch_version import TorchVersion
 from tilework.comm.backends.internal import BackendConfig
 from tilework.comm.contract import (
     FORMS,
+    AnyReduceOp,
     Form,
     Options,
     ProcessGroup,
@@ -31,23 +32,96 @@ from tilework.comm.contract import (
     SeveralWorks,
     Work,
     coalesced,
+    make_premul_sum,
 )
 from tilework.comm.groups import GroupPlan
 from tilework.comm.operations import internal as operations
 from tilework.comm.operations.internal import all_reduce_sparse, leave_function
+from tilework.comm.per_call.internal import call_site
 from tilework.comm.provenance_digest import carrying
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
-from tilework.torch_backend.options import is_async, reduction, root, time_limit
 from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork
-from tilework.torch_backend.writes import name_writer
+
+_c10d: Any = torch._C._distributed_c10d
+_OPS: dict[Any, AnyReduceOp] = {
+    getattr(_c10d.ReduceOp, op.name): op
+    for op in ReduceOp.RedOpType  # type: ignore[attr-defined]
+    if op is not ReduceOp.PREMUL_SUM
+}
+
+
+def is_async(opts: Any) -> bool:
+    """True if the call is to return before the operation is done; torch's default, also in C++."""
+    return opts is None or getattr(opts, "asyncOp", True)
+
+
+def reduction(opts: Any) -> AnyReduceOp:
+    """The reduction that ``opts`` ask for; the sum if ``opts`` are None."""
+    if opts is None:
+        return ReduceOp.SUM
+    asked = opts.reduceOp
+    found = _OPS.get(asked.op)
+    return _premul_sum(asked) if found is None else found
+
+
+def _premul_sum(asked: Any) -> AnyReduceOp:
+    factor = getattr(asked, "factor", None)
+    if factor is None:
+        raise NotImplementedError(
+            f"this torch ({torch.__version__}) does not tell the factor of a PREMUL_SUM to "
+            f"backends written in Python: scale the tensor and use SUM"
+        )
+    return make_premul_sum(factor)
+
+
+def root(opts: Any) -> int:
+    """The group rank of the root in ``opts``; 0 if ``opts`` are None."""
+    return 0 if opts is None else int(opts.rootRank)
+
+
+def time_limit(opts: Any) -> timedelta | None:
+    """The call's own timeout; None where it has none (torch writes -1 ms)."""
+    limit: timedelta | None = None if opts is None else opts.timeout
+    return limit if limit is not None and limit > timedelta(0) else None
+
+
+def name_writer(tensor: Tensor, operation: str) -> None:
+    """Let backward name ``operation``, if the node that made ``tensor`` needs the old values.
+
+    Operations write to tensors without a word to autograd, except that a write is counted. torch's
+    error for the write names the node alone.
+    """
+    made: Any = tensor.grad_fn
+    site = call_site()
+
+    def check(gradients: object) -> None:
+        node: Any = torch._C._current_autograd_node()  # held by a hook, it would hold itself
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                _check(node, name, operation, site)
+
+    made.register_prehook(check)
+
+
+def _check(node: Any, name: str, operation: str, site: str) -> None:
+    try:
+        getattr(node, name)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            return  # the graph was freed: the node raises
+        raise RuntimeError(
+            f"{operation} at {site} overwrote the result of {node.name()}, which backward needs: "
+            f"let {operation} write to a clone(), or use a functional collective, which autograd "
+            f"differentiates"
+        ) from error
+
 
 BACKEND_NAME = "tilework"
 
-_c10d: Any = torch._C._distributed_c10d
 _CPU = torch.device("cpu")
 #: ``group.allreduce(tensor, op=…)``: torch's groups take these as well.
 _INSTEAD_OF_OPTS = {"op", "root", "timeout"}
@@ -392,10 +466,7 @@ for _new, _former in _FORMER_NAMES.items():
 
 
 def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
-    """Make tilework's group for ``request``, with a backend that suits all ranks.
-
-    Collective over the group's ranks.
-    """
+    """The group for ``request``, with a backend that suits all ranks. Collective."""
     rank, size, timeout = request.group_rank, request.group_size, request.timeout
     ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
     store = TorchStoreAdapter(request.store, timeout)
