@@ -166,7 +166,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "parallel/data_parallel/test_ddp.py",
         "parallel/data_parallel/test_ddp_changes.py",
     ),
-    # Each step of a fully sharded module needs all parts of the package.
     "parallel/fully_sharded/flat.py": ("parallel/fully_sharded/test_fully_shard.py",),
     "parallel/fully_sharded/module.py": ("parallel/fully_sharded/test_fully_shard.py",),
     "parallel/fully_sharded/sharded_param.py": ("parallel/fully_sharded/test_fully_shard.py",),
@@ -179,9 +178,11 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "parallel/resilient/test_tracked.py",
         "parallel/resilient/test_training_loop.py",
     ),
+    "parallel/comm_hooks/bucket.py": ("parallel/test_comm_hooks.py",),
+    "parallel/comm_hooks/hooks.py": ("parallel/test_comm_hooks.py",),
     "parallel/tensor_parallel/axis.py": ("parallel/tensor_parallel/test_styles.py",),
-    "parallel/tensor_parallel/prepare_module.py": ("parallel/tensor_parallel/test_styles.py",),
-    "parallel/tensor_parallel/tracing.py": ("parallel/tensor_parallel/test_deriving.py",),
+    "parallel/tensor_parallel/dim_sets.py": ("parallel/tensor_parallel/test_deriving.py",),
+    # Each step of a fully sharded module needs all parts of the package.
     "rendezvous/handlers.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rpc/api.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),
     "rpc/delivery.py": ("rpc/test_calls.py", "rpc/test_payload.py"),

@@ -13,9 +13,9 @@ import tilework.distributed as dist
 from tests.tables import each
 from tilework.dtensor import distribute_module, init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
+from tilework.parallel.stale_optimizers import mark_replaced, marking_replaced
 from tilework.sharded import ChunkShardingSpec, shard_parameter
 from tilework.testing import run_ranks
-from tilework.parallel.stale_optimizers import mark_replaced, marking_replaced
 
 
 def _stale() -> tuple[nn.Linear, torch.optim.Optimizer]:

@@ -13,10 +13,10 @@ from tilework.parallel.activation_checkpoint import (
 )
 from tilework.parallel.clip_grad import clip_grad_norm_
 from tilework.parallel.comm_hooks.bucket import GradBucket
+from tilework.parallel.data_parallel.arguments import MixedPrecision
 from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by_size
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook
-from tilework.parallel.data_parallel.mixed_precision import MixedPrecision
 from tilework.parallel.fully_sharded.fully_shard import fully_shard
 from tilework.parallel.fully_sharded.module import (
     FSDPModule,
@@ -40,16 +40,13 @@ from tilework.parallel.model_averaging import (
 from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.deriving import DerivedPlan, derive_plan, parallelize
-from tilework.parallel.tensor_parallel.loss import loss_parallel
-from tilework.parallel.tensor_parallel.plans import parallelize_module
-from tilework.parallel.tensor_parallel.prepare_module import (
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-)
+from tilework.parallel.tensor_parallel.plans import loss_parallel, parallelize_module
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
 )

@@ -103,14 +103,7 @@ def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _norms_of_ranks(
     by_mesh: Mapping[Any, list[Tensor]], ranks: Sequence[int], norm_type: float
 ) -> list[Tensor]:
-    """The norms for each mesh with gradients, also for meshes that this rank is outside of.
-
-    Collective over ``ranks``, the ranks of all meshes together. Plain gradients count as a mesh.
-
-    Raises:
-        ValueError: Ranks pass parameters on different meshes; on all ranks.
-        RuntimeError: This rank is in none of the meshes.
-    """
+    """The norms for each mesh with gradients, and for plain ones. Collective over ``ranks``."""
     if get_rank() not in ranks:
         raise RuntimeError(_outside(next(mesh for mesh in by_mesh if mesh is not None)))
     own: list[tuple[Any, Tensor | None]] = []
@@ -160,11 +153,7 @@ class _Groups:
 
 
 def _check_here(by_mesh: Mapping[Any, list[Tensor]]) -> None:
-    """Raise if this rank has gradients, but is outside of a mesh whose gradients count as well.
-
-    Raises:
-        RuntimeError: This rank has gradients, and at least one mesh does not include this rank.
-    """
+    """Raise if this rank has gradients, but is outside of a mesh whose gradients count as well."""
     outside = [mesh for mesh in by_mesh if not _is_here(mesh)]
     if outside and any(grads and _is_here(mesh) for mesh, grads in by_mesh.items()):
         raise RuntimeError(_outside(outside[0]))
@@ -195,5 +184,4 @@ def _ranks_of(mesh: Any) -> tuple[int, ...]:
 
 
 def _is_distributed(tensor: Tensor) -> bool:
-    """True for a DTensor of this library or of torch; False for a plain tensor."""
     return isinstance(tensor, DTensor) or is_torch_dtensor(tensor)

@@ -19,7 +19,7 @@ from tilework.comm.groups import new_group
 from tilework.comm.operations.internal import all_reduce
 from tilework.comm.per_call.internal import refuse_count
 from tilework.comm.world import AnyGroup
-from tilework.parallel.comm_hooks.default_hooks import group_or_default
+from tilework.parallel.comm_hooks.hooks import group_or_default
 from tilework.parallel.data_parallel.leaves import local_tensors
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]

@@ -19,7 +19,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import broadcast_object_list, gather_object
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
-from tilework.parallel.comm_hooks.default_hooks import group_or_default
+from tilework.parallel.comm_hooks.hooks import group_or_default
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
 from tilework.parallel.data_parallel.leaves import local_tensors, shared_ranks
 from tilework.parallel.data_parallel.replicas import broadcast_tensors, compare_values
@@ -118,10 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
 
     def _deal(self) -> None:
-        """Give each new parameter to the rank that owns the fewest elements. Local.
-
-        Then make the optimizer of this rank's parameters again, with the states so far.
-        """
+        """Give each new parameter to the rank that owns the fewest elements. Local."""
         new = [p for group in self.param_groups for p in group["params"] if p not in self._owner]
         for parameter in sorted(new, key=lambda p: -p.numel()):  # stable: the same on every rank
             rank = min(range(len(self._loads)), key=self._loads.__getitem__)
@@ -191,11 +188,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._exchange()
 
     def _copy_settings(self, back: bool = False) -> None:
-        """Copy the settings of parameter groups, such as learning rates, to this rank's optimizer.
-
-        With ``back``, copy from this rank's optimizer to ``param_groups``. Groups of which this
-        rank owns no parameter are left out.
-        """
+        """Copy settings of parameter groups, as learning rates, to this rank's optimizer."""
         assert self.optim is not None
         filled = [self.param_groups[at] for at in self._filled()]
         for own, group in zip(self.optim.param_groups, filled, strict=True):
@@ -207,11 +200,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [at for at, g in enumerate(self.param_groups) if self._own_part(g)["params"]]
 
     def _compare(self) -> None:
-        """Raise if ranks hold different parameters: a step would mix different models. Collective.
-
-        Raises:
-            CollectiveMismatchError: Parameters differ; on every rank.
-        """
+        """Raise if ranks hold different parameters: a step would mix models. Collective."""
         every = (p for group in self.param_groups for p in group["params"])
         named = [
             (f"parameter {number}", local)
@@ -251,11 +240,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _hand_over(self, active: Sequence[int]) -> None:
-        """Give owners that have run out of inputs the averaged gradients, and the settings.
-
-        The first rank of ``active``, the global ranks that still have inputs, sends to the whole
-        group. Collective over the whole group.
-        """
+        """Send averages and settings from the first of ``active`` to owners without inputs."""
         group = self.process_group
         source = group.global_ranks.index(active[0])
         away = {at for at, rank in enumerate(group.global_ranks) if rank not in active}
@@ -380,7 +365,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a parameter group, without the parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -430,11 +414,7 @@ class _BucketStep:
         return [*map(id, parameters)] != [*map(id, self._parameters)]
 
     def step(self, grads: Sequence[Tensor]) -> None:
-        """Step on this rank's share of the bucket, and leave every ``.grad`` unchanged. Local.
-
-        Args:
-            grads: The averaged gradients of all parameters of the bucket, in order.
-        """
+        """Step on this rank's share of the bucket, and leave every ``.grad`` unchanged. Local."""
         if self.optim is None:
             return
         for own, at in zip(self.optim.param_groups, self._filled, strict=True):

@@ -16,7 +16,7 @@ from tests.parallel.data_parallel.models import (
     seeded,
     train,
 )
-from tilework.parallel.data_parallel.mixed_precision import moved
+from tilework.parallel.data_parallel.arguments import moved
 
 
 @dataclass

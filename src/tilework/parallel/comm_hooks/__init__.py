@@ -1,22 +1,22 @@
 """Communication hooks: other ways to reduce the gradients of a bucket than an average."""
 
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
-from tilework.parallel.comm_hooks.debugging_hooks import (
+from tilework.parallel.comm_hooks.hooks import (
     BucketRecord,
+    PostLocalSGDState,
     RecordState,
-    noop_hook,
-    recording_hook,
-)
-from tilework.parallel.comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
-)
-from tilework.parallel.comm_hooks.post_local_sgd import (
-    PostLocalSGDState,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    noop_hook,
     post_localSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+    recording_hook,
 )
 from tilework.parallel.comm_hooks.powersgd import (
     CompressionStats,
@@ -25,18 +25,7 @@ from tilework.parallel.comm_hooks.powersgd import (
     orthogonalize,
     powerSGD_hook,
 )
-from tilework.parallel.comm_hooks.quantization_hooks import (
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-)
-from tilework.parallel.comm_hooks.registration import (
-    DDPCommHookType,
-    register_ddp_comm_hook,
-)
-from tilework.parallel.comm_hooks.zero_step import (
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+from tilework.parallel.comm_hooks.registration import DDPCommHookType, register_ddp_comm_hook
 
 __all__ = [
     "BucketRecord",

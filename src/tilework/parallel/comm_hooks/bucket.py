@@ -1,4 +1,4 @@
-"""The gradient bucket that a communication hook gets, and the type of hooks."""
+"""The gradient bucket that a communication hook gets, the type of hooks, and late futures."""
 
 from __future__ import annotations
 
@@ -69,3 +69,35 @@ class GradBucket:
 
 #: ``hook(state, bucket)`` starts the reduction of a bucket and returns a future of the result.
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
+
+
+class DeferredFuture(torch.futures.Future[Any]):
+    """A future that computes the value when somebody first waits.
+
+    A hook that communicates twice must not do so from a callback's thread: ranks would start their
+    collectives in different orders. The reducer waits for buckets in the same order on every rank.
+    """
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+        self._computed = False
+
+    def wait(self) -> Any:
+        """Compute the value at the first call, and return it. Blocks."""
+        if not self._computed:
+            self._computed = True
+            try:
+                self.set_result(self._compute())
+            except Exception as error:
+                self.set_exception(error)
+                raise
+        return super().wait()
+
+    def value(self) -> Any:
+        """The same as :meth:`wait`."""
+        return self.wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> DeferredFuture:
+        """A future of ``callback(self)``, computed when somebody waits."""
+        return DeferredFuture(lambda: callback(self))

@@ -19,13 +19,8 @@ from tilework.comm.contract import ProcessGroup, ReduceOp, Work
 from tilework.comm.operations.internal import all_reduce
 from tilework.comm.per_call.internal import refuse_count
 from tilework.comm.world import AnyGroup
-from tilework.parallel.comm_hooks.bucket import GradBucket
-from tilework.parallel.comm_hooks.default_hooks import (
-    BucketFuture,
-    allreduce_hook,
-    group_or_default,
-)
-from tilework.parallel.comm_hooks.deferred import DeferredFuture
+from tilework.parallel.comm_hooks.bucket import DeferredFuture, GradBucket
+from tilework.parallel.comm_hooks.hooks import BucketFuture, allreduce_hook, group_or_default
 
 
 @dataclass(frozen=True)
@@ -262,14 +257,7 @@ def _unpack(work: Work | None, flat: Tensor | None, tensors: Sequence[Tensor]) -
 def _left_out(
     bucket: GradBucket, before: Tensor, after: Tensor, compressed: Sequence[_Matrix]
 ) -> Tensor:
-    """The error of compression: ``before`` minus ``after``, in the memory of ``before``.
-
-    Args:
-        bucket: The bucket.
-        before: This rank's gradients before compression.
-        after: The averages that compression gave.
-        compressed: The matrices that were compressed; all other gradients have the error 0.
-    """
+    """The error of compression: ``before`` minus ``after``, in the memory of ``before``."""
     error = before.sub_(after)
     numbers = {each.key[1] for each in compressed}
     if -1 not in numbers:

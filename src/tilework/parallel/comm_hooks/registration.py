@@ -6,21 +6,19 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-from tilework.parallel.comm_hooks.debugging_hooks import noop_hook
-from tilework.parallel.comm_hooks.default_hooks import (
+from tilework.parallel.comm_hooks.hooks import (
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
+    noop_hook,
+    post_localSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
-from tilework.parallel.comm_hooks.post_local_sgd import post_localSGD_hook
 from tilework.parallel.comm_hooks.powersgd import (
     PowerSGDState,
     batched_powerSGD_hook,
     powerSGD_hook,
-)
-from tilework.parallel.comm_hooks.quantization_hooks import (
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
 )
 
 

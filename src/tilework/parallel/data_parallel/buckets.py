@@ -33,8 +33,6 @@ class BucketPlan:
 
 @dataclass
 class _Open:
-    """A bucket under construction for one dtype and device."""
-
     indices: list[int] = field(default_factory=list)
     """The numbers of the tensors in the bucket."""
     size_bytes: int = 0

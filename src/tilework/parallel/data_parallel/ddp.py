@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,34 +15,110 @@ from tilework.comm.operations.internal import all_reduce
 from tilework.comm.world import AnyGroup, get_default_group
 from tilework.mesh import DeviceMesh
 from tilework.parallel.comm_hooks.bucket import CommHook
+from tilework.parallel.comm_hooks.hooks import allreduce_hook, fp16_compress_hook
 from tilework.parallel.data_parallel.arguments import (
+    MixedPrecision,
+    cast_floats,
     check_layouts,
     check_module,
+    checked_precision,
     devices_of,
     group_of,
+    moved,
     sends_buffers,
 )
 from tilework.parallel.data_parallel.buckets import size_limits_of
-from tilework.parallel.data_parallel.delayed_reduction import DelayedReduction
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
 from tilework.parallel.data_parallel.leaves import grad_leaves, local_tensors
-from tilework.parallel.data_parallel.mixed_precision import (
-    MixedPrecision,
-    cast_floats,
-    checked_precision,
-    moved,
-)
 from tilework.parallel.data_parallel.outputs import (
     call_before_backward,
     leaves_of_graph,
     tensors_of,
 )
-from tilework.parallel.data_parallel.reducer import Reducer, ReducerOptions
+from tilework.parallel.data_parallel.reducer import DelayedReduction, Reducer, ReducerOptions
 from tilework.parallel.data_parallel.replicas import Replica, broadcast_tensors, check_replicas
 from tilework.parallel.data_parallel.report import StepReport
 from tilework.parallel.data_parallel.structure import ModuleStructure
-from tilework.parallel.data_parallel.torch_names import TorchDDPNames, ignored_names
 from tilework.parallel.passes import Passes
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_BUILT_IN = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
+
+
+def ignored_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of parameters and buffers that ``module`` excludes from broadcasts and reductions.
+
+    Empty unless ``_set_params_and_buffers_to_ignore_for_model`` was called with the module.
+    """
+    return tuple(getattr(module, _IGNORED, ()))
+
+
+class TorchDDPNames:
+    """Methods of DistributedDataParallel under their names in torch."""
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Exclude parameters and buffers of ``module`` from broadcasts and reductions.
+
+        Args:
+            module: The module, before it is wrapped.
+            params_and_buffers_to_ignore: Their full names.
+
+        Raises:
+            ValueError: The module has no parameter or buffer of a name.
+        """
+        names = list(params_and_buffers_to_ignore)
+        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(
+                f"params_and_buffers_to_ignore has {unknown}, but {type(module).__name__} has no "
+                f"parameters or buffers of these names: see named_parameters() and named_buffers()"
+            )
+        setattr(module, _IGNORED, names)
+
+    @property
+    def parameters_to_ignore(self: Any) -> set[str]:
+        """The names of parameters and buffers that are neither broadcast nor reduced."""
+        return set(self._ignored)
+
+    @property
+    def device(self: Any) -> torch.device:
+        """The device of the first parameter."""
+        found: torch.device = next(self.module.parameters()).device
+        return found
+
+    join_device = device
+
+    def will_sync_module_buffers(self: Any) -> bool:
+        """True if the next forward pass begins with the first rank's buffers."""
+        syncs = self.require_backward_grad_sync and self.broadcast_buffers
+        return bool(syncs and self._structure.has_buffers())
+
+    def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
+        """:meth:`DistributedDataParallel.get_ddp_logging_data`."""
+        data: dict[str, Any] = self.get_ddp_logging_data()
+        return data
+
+    def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+        """Register the hook that a member of torch's enumeration of hooks stands for."""
+        name = str(getattr(comm_hook_type, "name", comm_hook_type))
+        if name not in _BUILT_IN:
+            raise ValueError(
+                f"{comm_hook_type!r} is not a built-in hook, which are {', '.join(_BUILT_IN)}; "
+                f"register_comm_hook takes any hook"
+            )
+        self.register_comm_hook(None, _BUILT_IN[name])
+
+    def _set_static_graph(self: Any) -> None:
+        """Set ``static_graph=True`` after construction, before the first backward."""
+        if not self.static_graph:
+            self.static_graph = True
+            self._new_reducer()
+
 
 _TRANSFORMED = (
     "DistributedDataParallel within torch.func.grad, vjp, jacrev or hessian: call ddp.module\n"
@@ -254,12 +330,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
                 broadcast_tensors(self._buffers_to_send(), active)
 
     def _follow_changes(self) -> None:
-        """Make a new reducer, as parameters were frozen, unfrozen, added or replaced. Collective.
-
-        Raises:
-            ValueError: Parameters differ between ranks now.
-            TypeError: A tensor that was computed took a parameter's place.
-        """
+        """Make a new reducer, as parameters were frozen, added or replaced. Collective."""
         known = {id(parameter) for _, parameter in self._structure.parameters}
         if self._structure.modules[0][1] is not self.module:
             self._ignored = ignored_names(self.module)

@@ -169,10 +169,7 @@ class Join:
         self._activate(ranks)
 
     def _exchange(self, has_inputs: bool) -> tuple[int, ...]:
-        """Tell all ranks if this rank has inputs; return the global ranks that do.
-
-        Collective over the whole group.
-        """
+        """Tell all ranks if this rank has inputs; return the global ranks that do. Collective."""
         flags = torch.empty(self.group.size(), dtype=torch.uint8)
         all_gather_into_tensor(flags, torch.tensor([has_inputs], dtype=torch.uint8), self.group)
         every = zip(self.group.global_ranks, flags.tolist(), strict=True)
@@ -180,10 +177,7 @@ class Join:
         return self.ranks_with_inputs
 
     def _activate(self, ranks: tuple[int, ...]) -> None:
-        """Let collectives of the joinables run among ``ranks``, which still have inputs.
-
-        Collective over these global ranks when they first occur: it makes their group.
-        """
+        """Let collectives run among ``ranks``, which have inputs. Collective the first time."""
         active = current_world().state(_ActiveGroups).of
         if len(ranks) == self.group.size():
             active.pop(self.group, None)
@@ -209,10 +203,7 @@ class Join:
         self._close_groups()
 
     def _close_groups(self) -> None:
-        """Close the groups that :meth:`_activate` made. Local.
-
-        No rank needs them any more when all ranks have said that they have no inputs.
-        """
+        """Close the groups that :meth:`_activate` made. Local."""
         while self._made:
             _, group = self._made.popitem()
             current_world().forget(group)

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from tilework.comm.contract import ProcessGroup, ReduceOp, Work
@@ -37,12 +37,7 @@ from tilework.parallel.data_parallel.buckets import BucketPlan, ordered_plan
 from tilework.parallel.data_parallel.leaves import GradLeaf, grad_dtype_of
 from tilework.parallel.data_parallel.outputs import accumulators
 from tilework.parallel.data_parallel.replicas import HOOKS_COME_FIRST, Replica
-from tilework.parallel.data_parallel.report import (
-    BucketTimes,
-    PassTimes,
-    StepReport,
-    step_report,
-)
+from tilework.parallel.data_parallel.report import BucketTimes, PassTimes, StepReport, step_report
 
 #: What ``then`` of torch's futures returns is typed as the base class.
 _AnyFuture: Any = torch._C.Future
@@ -70,8 +65,6 @@ class ReducerOptions:
 
 @dataclass(eq=False)
 class _Bucket:
-    """The state of one bucket."""
-
     #: The place in the order of reduction, from 0.
     index: int
     #: The indices of the tensors in ``Reducer.leaves``, in the order in memory.
@@ -187,7 +180,6 @@ class Reducer:
         return ordered_plan(self._tensors, sparse, self.options.size_limits, order)
 
     def _assign(self, plan: BucketPlan) -> None:
-        """Make the buckets of a plan."""
         self.plan = plan
         self.buckets = [
             _Bucket(i, members, self._memory(members)) for i, members in enumerate(plan.buckets)
@@ -311,10 +303,7 @@ class Reducer:
                 bucket.memory.open()
 
     def _will_accumulate(self) -> bool:
-        """True if the backward pass that runs adds to the gradient of at least one parameter.
-
-        False within torch.autograd.grad(), which gives no parameter a gradient.
-        """
+        """True if the backward pass that runs adds to the gradient of at least one parameter."""
         if not self._tensors:
             return False
         if self._likely_node is not None and _will_run(self._likely_node):
@@ -355,11 +344,7 @@ class Reducer:
         return mark
 
     def _mark_with_care(self, index: int) -> None:
-        """Mark a gradient as ready in the cases that are too rare for the hook's short code.
-
-        Without a reduction it notes the accumulated gradient instead. A pass that has not begun
-        begins here.
-        """
+        """Mark a gradient as ready in the cases that are too rare for the hook's short code."""
         if self.accumulating:
             self._accumulated.add(index)
             if self._moves[index] and self._task == torch._C._current_graph_task_id():
@@ -374,12 +359,7 @@ class Reducer:
         self._mark(index)
 
     def _mark(self, index: int) -> None:
-        """Mark a gradient as ready, and start the buckets that are now complete.
-
-        Raises:
-            RuntimeError: The gradient came twice in one pass; with ``static_graph`` more often than
-                in the first pass.
-        """
+        """Mark a gradient as ready, and start the buckets that are now complete."""
         self._marks[index] += 1
         if not self.options.static_graph:
             if self._marks[index] > 1:
@@ -415,10 +395,7 @@ class Reducer:
         memory.move(self._places[index])
 
     def _on_ready(self, index: int) -> None:
-        """Note that bucket ``index`` has all gradients; start each bucket whose turn it is.
-
-        A ready bucket's turn comes when all buckets before it have started.
-        """
+        """Note that bucket ``index`` has all gradients; start each bucket whose turn it is."""
         self.buckets[index].times.ready = time.perf_counter()
         while self._next < len(self.buckets) and not self._pending[self._next]:
             self._start(self.buckets[self._next])
@@ -539,12 +516,7 @@ class Reducer:
         return self._used_but_frozen() if facts[0] else None
 
     def _used_but_frozen(self) -> list[bool]:
-        """For each gradient False if the parameter was frozen since forward. Collective.
-
-        Raises:
-            RuntimeError: Other gradients are missing; on every rank. The error names them and the
-                ranks.
-        """
+        """For each gradient False if the parameter was frozen since forward. Collective."""
         leaves = self.leaves
         lacks = agree(
             lambda: [(i, str(leaves[i]), leaves[i].tensor.requires_grad) for i in self._missing],
@@ -616,10 +588,7 @@ def _remove_all(removers: list[Any]) -> None:
 
 
 def _will_run(node: Any) -> bool:
-    """True if the backward pass that runs will run a node.
-
-    False for the node of a tensor whose gradient torch.autograd.grad() returns.
-    """
+    """True if the backward pass runs a node, unless torch.autograd.grad() takes the gradient."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:  # torch does not answer for such nodes
@@ -666,3 +635,39 @@ def _missing(names: dict[int, list[str]]) -> str:
         f"find_unused_parameters=True; a parameter that is never used can be frozen with "
         f"requires_grad_(False)."
     )
+
+
+class DelayedReduction:
+    """Averages the gradients of some parameters in one message, outside of buckets.
+
+    It does this when the gradient of another parameter, the trigger, is ready.
+    """
+
+    def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
+        self._leaves, self._reducer = list(leaves), reducer
+        # A weak reference: Python finds no cycle of references that goes through these hooks.
+        reduce: Any = WeakMethod(self._reduce)
+        on_grad: Any = trigger.register_post_accumulate_grad_hook
+        self._remove = finalize(self, on_grad(lambda _: reduce()()).remove)
+
+    def close(self) -> None:
+        """Remove the hook. Idempotent; not collective."""
+        self._remove()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        if self._reducer.accumulating:
+            return
+        grads = [leaf.tensor.grad for leaf in self._leaves]
+        dense = [
+            torch.zeros_like(leaf.tensor) if grad is None else grad
+            for leaf, grad in zip(self._leaves, grads, strict=True)
+        ]
+        flat = torch.cat([grad.reshape(-1) for grad in dense])
+        with self._reducer.replica.passes.carried():
+            all_reduce(flat, ReduceOp.AVG, self._reducer.active)
+        for leaf, grad, part in zip(
+            self._leaves, dense, torch.split(flat, [g.numel() for g in dense]), strict=True
+        ):
+            grad.copy_(part.view(grad.shape))
+            leaf.tensor.grad = grad

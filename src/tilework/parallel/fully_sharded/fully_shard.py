@@ -125,12 +125,7 @@ def fully_shard(
 
 
 def _frees_after_forward(given: Any, ranks: int) -> bool | None:
-    """The setting that ``reshard_after_forward`` means where ``ranks`` ranks shard. Local.
-
-    Raises:
-        NotImplementedError: It means to shard over fewer ranks between forward and backward.
-        TypeError, ValueError: It is neither of the forms, or does not divide ``ranks``.
-    """
+    """The setting that ``reshard_after_forward`` means where ``ranks`` ranks shard. Local."""
     if given is None or isinstance(given, bool):
         return given
     if not isinstance(given, int):
@@ -153,10 +148,7 @@ def _frees_after_forward(given: Any, ranks: int) -> bool | None:
 
 
 def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
-    """The part of a mesh with the data-parallel axes: replicas, if any, then shards.
-
-    Each of the two is an axis: several axes of ``mesh`` are flattened.
-    """
+    """The part of a mesh with the data-parallel axes: replicas, if any, then shards."""
     axes = []
     for names in filter(None, (dims.replicate, dims.shard)):
         several = (names,) if isinstance(names, str) else tuple(names)
@@ -176,13 +168,7 @@ def _leave_axes(
     dims: DataParallelMeshDims,
     ignored: Iterable[nn.Parameter],
 ) -> None:
-    """Replace DTensor parameters on ``mesh`` by DTensors without the data-parallel axes. Local.
-
-    Parameters of modules that are sharded already stay, as do those of ``ignored``.
-
-    Raises:
-        ValueError: A parameter is not replicated along these axes, or the mesh lacks them.
-    """
+    """Replace DTensor parameters on ``mesh`` by DTensors without the data-parallel axes. Local."""
     own = {
         name
         for names in filter(None, (dims.replicate, dims.shard))
@@ -301,7 +287,6 @@ class _MeshOfAllRanks:
 
 
 def _mesh_of_all_ranks(modules: Iterable[nn.Module]) -> DeviceMesh:
-    """The mesh of all ranks, on the kind of device that the parameters are on."""
     kinds = [p.device.type for module in modules for p in module.parameters() if not p.is_meta]
     key = get_default_group(), kinds[0] if kinds else "cpu"
     known = current_world().state(_MeshOfAllRanks).of

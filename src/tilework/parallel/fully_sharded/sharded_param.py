@@ -186,11 +186,7 @@ def _spec(
     mesh: DeviceMesh,
     dim: int,
 ) -> DTensorSpec:
-    """The layout of the sharded parameter, on ``mesh`` and the mesh of tensor parallelism, if any.
-
-    Raises:
-        ValueError: The parameter is sharded on ``mesh`` already, or the meshes have no common root.
-    """
+    """The sharded parameter's layout, on ``mesh`` and the mesh of tensor parallelism, if any."""
     own: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(dim)]
     if tensor_parallel is None:
         return spec_of(mesh, own, shape)

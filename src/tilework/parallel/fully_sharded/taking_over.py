@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import reductions
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.comm.contract import ProcessGroup
@@ -24,6 +25,7 @@ from tilework.dtensor.internal import (
     layout_of,
     local_tensor_of,
     mode,
+    unseen,
     wrap,
 )
 from tilework.errors import CollectiveMismatchError
@@ -32,7 +34,6 @@ from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.leaves import grad_dtype_of
 from tilework.parallel.data_parallel.structure import Members
 from tilework.parallel.fully_sharded.flat import Flat
-from tilework.parallel.fully_sharded.former_memory import FormerMemory
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from tilework.parallel.fully_sharded.sharded_param import (
     Places,
@@ -41,6 +42,76 @@ from tilework.parallel.fully_sharded.sharded_param import (
     sharded_param,
 )
 from tilework.parallel.stale_optimizers import mark_replaced
+
+_storages: Any = torch.UntypedStorage
+_weak_reference: Any = reductions.StorageWeakRef
+
+
+@dataclass(frozen=True)
+class _Former:
+    """The former memory of a parameter. It is freed as usual: only a weak reference is kept."""
+
+    name: str
+    storage: Any
+    #: The offset, the sizes and the strides.
+    where: tuple[Any, ...]
+    dtype: torch.dtype
+    content: int
+
+    def tensor(self) -> Tensor | None:
+        """The former tensor; None if nobody holds the memory."""
+        storage = _storages._new_with_weak_ptr(self.storage.cdata)
+        if storage is None or not storage.nbytes():
+            return None
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.where)
+
+
+class FormerMemory:
+    """The former memory of a unit's parameters, as long as aliases hold it.
+
+    Writes to it are noticed by comparing content, since torch does not count writes to ``.data``:
+    all elements of small tensors, a sample of large ones.
+    """
+
+    def __init__(self) -> None:
+        self._formers: list[_Former] = []
+
+    def watch(self, name: str, tensor: Tensor, now: Tensor) -> None:
+        """Watch the memory of a parameter that ``tensor`` showed and ``now`` shows. Local.
+
+        Nothing is watched if it is the same, or if ``tensor`` has none.
+        """
+        storage = tensor.untyped_storage()
+        content = 0 if mode() == "off" else hash_of(tensor.detach(), False)
+        if content and storage.data_ptr() != now.untyped_storage().data_ptr():
+            where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            former = _Former(name, _weak_reference(storage), where, tensor.dtype, content)
+            self._formers.append(former)
+
+    def check(self, owner: str) -> None:
+        """Raise if the program has written to such memory. Local.
+
+        Raises:
+            RuntimeError: It has; the error names the parameter, and says what to do.
+        """
+        if not self._formers:
+            return
+        held = []
+        with unseen(), torch.no_grad():
+            for former in self._formers:
+                tensor = former.tensor()
+                if tensor is None:
+                    continue
+                held.append(former)
+                if hash_of(tensor, False) != former.content:
+                    raise RuntimeError(
+                        f"a write to former memory of parameter {former.name} of {owner} is lost\n"
+                        f"An alias (p.data, p.detach(), a slice of a flat tensor) was taken before "
+                        f"fully_shard took the parameter over, and was written to after. Take "
+                        f"aliases after the next forward pass or unshard(), and make optimizers "
+                        f"that keep them then; clone what is to be other memory"
+                    )
+        self._formers = held
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,11 +351,7 @@ def _describe(
 
 
 def _lay_out(name: str, parameter: Any, spec: DTensorSpec, owner: OwningUnit) -> None:
-    """Give a sharded parameter the layout ``spec``, in place. Collective if the layout changes.
-
-    Raises:
-        ValueError: The gradient would leave memory that another tensor shows.
-    """
+    """Give a sharded parameter the layout ``spec``, in place. Collective if the layout changes."""
     given = parameter.detach()
     if layout_of(given) == spec:
         return
@@ -302,10 +369,7 @@ def _lay_out(name: str, parameter: Any, spec: DTensorSpec, owner: OwningUnit) ->
 
 
 def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Flat:
-    """Put this rank's shards of parameters of one dtype and device where they are gathered from.
-
-    Sharded parameters replace full parameters.
-    """
+    """Put this rank's shards of parameters of one dtype and device where they are gathered from."""
     params = [each.param for each in taken]
     kept = [None if each.full is not None else each.shard() for each in taken]
     flat = Flat(params, kept, owner.shard_group, owner.replicate_group, owner.policy)
@@ -322,12 +386,7 @@ def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Fl
 def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool) -> None:
     """Replace the full parameter in the modules by a sharded parameter around a shard.
 
-    Args:
-        taken: The full parameter.
-        local: The shard.
-        owner: The unit.
-        keeps_object: True for a parameter that was assigned to a sharded module. An optimizer may
-            have it already, so the object itself becomes the sharded parameter.
+    A parameter that was assigned to a sharded module ``keeps_object``: an optimizer may have it.
     """
     param, full = taken.param, taken.full
     param.sharded = nn.Parameter(wrap(local, param.spec), requires_grad=full.requires_grad)
@@ -351,11 +410,7 @@ def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool
 
 
 def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:
-    """Make optimizers raise for sharded parameters that the modules no longer hold.
-
-    Args:
-        at: The parameters at the last call, by the places that held them then.
-    """
+    """Make optimizers raise for sharded parameters that the modules no longer hold."""
     for (module, name), param in at.items():
         now = module._parameters.get(name)
         if now is not None and now is not param.sharded and (module, name) == param.places[0]:
@@ -371,11 +426,7 @@ def _local_full(parameter: Any, detached: bool = True) -> Tensor:
 
 
 def _compare(fulls: Sequence[tuple[str, Any]], mesh: DeviceMesh, where: str) -> None:
-    """Raise unless all ranks have the same full parameters. Collective; blocks.
-
-    Raises:
-        CollectiveMismatchError: They differ; the error names the first parameter and two ranks.
-    """
+    """Raise unless all ranks have the same full parameters. Collective; blocks."""
     if mesh.size() == 1 or not fulls or mode() == "off":
         return
     group = mesh.axes_group(range(mesh.ndim))

@@ -47,10 +47,10 @@ from tilework.dtensor.internal import (
 )
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
-from tilework.parallel.data_parallel.mixed_precision import cast_floats
+from tilework.parallel.data_parallel.arguments import cast_floats
 from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering
-from tilework.parallel.fully_sharded.graph import (
+from tilework.parallel.fully_sharded.gather_nodes import (
     GatherParameters,
     can_save,
     outside_transforms,
@@ -275,10 +275,7 @@ class Unit:
         self._shown = self._shown_now()
 
     def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]] | None:
-        """The addresses, dtypes and layouts of the shards now, by which changes are noticed.
-
-        None if a parameter is none of ours, as it was swapped with a full one.
-        """
+        """The addresses, dtypes and layouts of the shards now, by which changes are noticed."""
         sharded = [param.sharded for param in self.params]
         if set(map(type, sharded)) - {DTensor}:
             return None
@@ -298,7 +295,6 @@ class Unit:
         return now is not None and now == before and all(map(is_, now[2], before[2]))
 
     def _version(self) -> int:
-        """The number of writes to the shards that torch counts."""
         return sum([param.local._version for param in self.params])
 
     # -- phases ------------------------------------------------------------------------------
@@ -339,11 +335,7 @@ class Unit:
             self._install()
 
     def _telling(self, what: str, where: str, *numbers: int) -> carrying:
-        """A context in whose collectives ranks compare ``numbers`` and the unit's parameters.
-
-        If ranks differ, all raise; ``what``, in the pass ``where``, is the collective's name in the
-        error.
-        """
+        """A context in whose collectives ranks compare ``numbers`` and the unit's parameters."""
         digests = [digest_of(param.sharded) for param in self.params]
         digest = carried(hash((self._known_as, *numbers, *digests)))
         return carrying(digest, Purpose(f"{what} {self._text} {OF_A_UNIT} {where}"))
@@ -459,10 +451,7 @@ class Unit:
         return use
 
     def _look_before(self, run: Run) -> None:
-        """Take over changed parameters, and drop gathered full parameters that are out of date.
-
-        Called before a forward pass gathers. Collective.
-        """
+        """Before forward: take over changed parameters, drop full ones out of date. Collective."""
         self.look()
         gathered = self._gathered
         if gathered is not None and gathered.seen_by is not run and gathered.parts:
@@ -539,12 +528,7 @@ class Unit:
             self.reshard()
 
     def _end_run(self, again: bool) -> None:
-        """End a forward pass of the outermost unit: drop parameters that were gathered in vain.
-
-        Args:
-            again: True if a checkpoint repeats the pass within backward. Otherwise the order of
-                units is remembered, for the next pass to gather ahead.
-        """
+        """End the outermost forward; unless it comes ``again``, remember the units' order."""
         run, _running.run = _running.run, None
         assert run is not None
         if not again:
@@ -584,12 +568,9 @@ class Unit:
         units.setdefault(self, [])
 
     def _begin_backward(self, use: Use | None) -> None:
-        """Gather and install full parameters when backward reaches an output of this unit.
+        """Gather and install full parameters when backward reaches an output. Collective.
 
-        Collective.
-
-        Args:
-            use: The forward pass that made the output; None: autograd saved nothing of it.
+        ``use`` is the forward pass that made the output; None: autograd saved nothing of it.
         """
         self._join_backward()
         if self._installed or not self.unshards_in_backward:
@@ -644,11 +625,7 @@ class Unit:
                 self.reshard()
 
     def _end_backward(self, uses: Iterable[weakref.ref[Use]]) -> None:
-        """At the end of a backward pass, free the parameters that it gathered. Local.
-
-        They are freed even if the graph stays. Installed parameters are kept if
-        ``reshard_after_backward`` is False.
-        """
+        """At the end of a backward pass, free the parameters that it gathered. Local."""
         self._release()
         if self.reshard_after_backward:
             self.reshard()
@@ -675,10 +652,7 @@ class Unit:
         params: Sequence[ShardedParam],
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Reduce gradients of full parameters to gradients of this rank's shards. Collective.
-
-        All results are None if the gradients wait for a later reduction.
-        """
+        """Reduce gradients of full parameters to gradients of this rank's shards. Collective."""
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
             self._release()
         grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
@@ -712,12 +686,7 @@ class Unit:
     def _gather_again(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gather tensors that are sharded as ``params`` are to full tensors. Collective.
-
-        Args:
-            params: The parameters.
-            shards: By parameter, this rank's shard of the tensor; None counts as zeros.
-        """
+        """Gather tensors that are sharded as ``params`` are to full tensors. Collective."""
         results = []
         for param, shard in zip(params, shards, strict=True):
             value = shard
@@ -786,10 +755,7 @@ class Unit:
 
 
 def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
-    """The units that the backward pass under way has gathered, and their uses at that time.
-
-    Empty, and not kept, if no backward pass runs in this thread.
-    """
+    """The units that the backward pass under way has gathered, and their uses at that time."""
     task = torch._C._current_graph_task_id()
     if task == -1:  # a program reads a node's saved tensors
         return {}

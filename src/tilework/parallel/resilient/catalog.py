@@ -104,13 +104,7 @@ def make_catalog(tensors: Sequence[Described], ranks: int) -> Catalog:
 
 
 def _shares(box: Box, owners: Ints, used: Sequence[int]) -> list[tuple[Box, int]]:
-    """The parts of a box, and the owner that writes each: the least loaded owners first.
-
-    Args:
-        box: The box of a tile.
-        owners: The ranks that hold the tile.
-        used: By rank, the bytes that the rank writes already.
-    """
+    """The parts of a box, and the owner that writes each: the least loaded owners first."""
     if box.empty:
         return []
     by_load = sorted(owners, key=lambda rank: (used[rank], rank))

@@ -197,16 +197,6 @@ def _fill(
     slots: dict[int, Tensor],
     group: ProcessGroup,
 ) -> None:
-    """Move a tensor from the snapshot into the state. Collective.
-
-    Args:
-        entry: The tensor in the snapshot.
-        target: The ranks that hold it in the state, and the boxes.
-        tracked: The tensor in this rank's state; None: this rank holds no part.
-        found: The snapshot.
-        slots: The bytes of the slots that are here, by the rank that wrote them.
-        group: The default group.
-    """
     me = group.rank()
     tiles = tuple(Tile(part.box, found.holders[part.writer]) for part in entry.parts)
     source = Tiling(entry.shape, (tiles,))
@@ -265,13 +255,7 @@ def _parameter_values(
 
 
 def _origin(place: int | None, seat: int, found: FoundSnapshot) -> int:
-    """The rank of the former group whose plain data a rank gets.
-
-    Args:
-        place: The rank's number in the former group; None for a newcomer.
-        seat: The rank's seat.
-        found: The snapshot.
-    """
+    """The rank of the former group whose plain data a rank gets."""
     if place is not None:
         return place
     return found.seats.index(seat) if seat in found.seats else 0

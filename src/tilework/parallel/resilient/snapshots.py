@@ -109,10 +109,7 @@ class Snapshots:
         return self._are_alike(contents.tensors) and room
 
     def _are_alike(self, tensors: Sequence[FoundTensor]) -> bool:
-        """True if ``tensors`` have the names, dtypes and layouts of the tensors tracked so far.
-
-        From then on they are tracked instead.
-        """
+        """True if ``tensors`` have the names, dtypes and layouts of the tensors tracked so far."""
         if len(tensors) == len(self._tracked) and all(
             found.tensor is tracked.found.tensor and found.tensor.shape == tracked.tiling.shape
             for found, tracked in zip(tensors, self._tracked, strict=True)
@@ -126,11 +123,6 @@ class Snapshots:
         return True
 
     def _packed(self, contents: Contents) -> bytes:
-        """The plain data as bytes.
-
-        Raises:
-            TypeError: Another rank could not read them.
-        """
         return pack(contents.plain, self._authenticated)
 
     def write(self, steps: int) -> None:

@@ -199,11 +199,6 @@ def _parameter_names(optimizer: Optimizer, of_modules: Mapping[int, str]) -> dic
 
 
 def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[Any, str]]]:
-    """The optimizers of which this rank keeps states.
-
-    Yields the name in the state, the optimizer, the inner optimizer that keeps the states, and the
-    parameters that this rank steps on with their names.
-    """
     of_modules: dict[int, str] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
@@ -31,8 +35,56 @@ from tilework.errors import (
 )
 from tilework.parallel.resilient.restore import HeldSnapshot, find, restore
 from tilework.parallel.resilient.snapshots import Snapshots
-from tilework.parallel.resilient.stopping import REASONS, Stopping
 from tilework.parallel.resilient.tracked import State
+
+#: The reasons to stop, as text, the strongest last; the first is none. Ranks exchange the numbers.
+REASONS: Final = ("", "the time limit", "SIGTERM")
+_TIME_LIMIT, _SIGTERM = 1, 2
+
+
+class Stopping:
+    """The wish of this rank to stop. Ranks agree on it in each step.
+
+    Args:
+        limit: The time that the loop may take; None: no limit.
+    """
+
+    def __init__(self, limit: timedelta | None) -> None:
+        self._deadline = None if limit is None else time.monotonic() + limit.total_seconds()
+        self._wish = 0
+
+    @property
+    def wish(self) -> int:
+        """The number of this rank's reason to stop; 0 for none."""
+        is_over = self._deadline is not None and time.monotonic() >= self._deadline
+        return max(self._wish, _TIME_LIMIT if is_over else 0)
+
+    def keep(self, reason: str) -> None:
+        """Adopt a reason that other ranks have."""
+        self._wish = max(self._wish, REASONS.index(reason))
+
+    @contextlib.contextmanager
+    def listening(self, warning: Callable[[], str]) -> Iterator[None]:
+        """A context in which SIGTERM is a wish to stop; only in the main thread.
+
+        Args:
+            warning: Called at the signal: the line for stderr, "" for none.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._wish = _SIGTERM
+            # Not print: it raises if the signal interrupted another print.
+            os.write(2, warning().encode())
+
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
 
 T = TypeVar("T")
 
@@ -248,10 +300,7 @@ class Resilient(Generic[T]):
         return _survives(act, self._recover)
 
     def _have_all_ended(self) -> bool:
-        """Wait for all ranks at the end of the loop. Collective.
-
-        False if ranks were lost meanwhile: then this rank may have gone back to an earlier step.
-        """
+        """Wait for all ranks at the end; False if some were lost meanwhile. Collective."""
         return self._guarded(barrier)
 
     def close(self) -> None:
@@ -298,11 +347,7 @@ class Resilient(Generic[T]):
     # -- copies ------------------------------------------------------------------------------
 
     def _protect(self, steps: int) -> tuple[str, bool]:
-        """Copy the state, if a copy is due. Collective.
-
-        Returns:
-            The reason to stop, if some rank has a reason; True if the group is to grow.
-        """
+        """Copy the state if due; the reason to stop, or True to grow. Collective."""
         begun = time.perf_counter()
         fits = self._kept[-1].fits()
         flags = torch.tensor([not fits, self._stopping.wish, self._is_awaited()])
@@ -344,10 +389,7 @@ class Resilient(Generic[T]):
         del self._kept[:-1]
 
     def _is_awaited(self) -> bool:
-        """True on the first rank if ranks wait to be let in.
-
-        It asks the store at most every 0.2 seconds, and is False in between.
-        """
+        """True on the first rank if ranks wait to be let in."""
         group = get_default_group()
         now = time.monotonic()
         if group.rank() != 0 or now < self._look_at:
@@ -361,14 +403,7 @@ class Resilient(Generic[T]):
     # -- changes of ranks --------------------------------------------------------------------
 
     def _enter(self, kind: str) -> None:
-        """Build the state for the current ranks, and fill it from a snapshot or a checkpoint.
-
-        Collective.
-
-        Args:
-            kind: The reason, as an :class:`Event` has it. A rank that finds a snapshot when it
-                starts has "joined".
-        """
+        """Build the state for the ranks now, and fill it from a copy or checkpoint. Collective."""
         begun = time.perf_counter()
         self.state = {}
         self.state = self._build()
@@ -386,13 +421,7 @@ class Resilient(Generic[T]):
         self._note(kind, group, time.perf_counter() - begun)
 
     def _load(self, group: ProcessGroup) -> int:
-        """Fill the state from the last checkpoint; return the finished steps. Collective.
-
-        Without a checkpoint, training starts at step 0.
-
-        Raises:
-            DistBackendError: There is no checkpoint, though ranks have had copies of the state.
-        """
+        """Fill the state from the last checkpoint, if any; the finished steps. Collective."""
         steps = None if self._checkpoint is None else self._checkpoint.resume(self.state)
         if steps is None and any(agree(lambda: self._is_protected, group)):
             raise DistBackendError(
@@ -424,10 +453,7 @@ class Resilient(Generic[T]):
             self._save_due(self._checkpoint)
 
     def _is_save_cut_off(self) -> bool:
-        """Wait for a save in the background; True if it has failed, as with parts of lost ranks.
-
-        Collective. Without this the next save, or ``resume``, would raise the error.
-        """
+        """Wait for a save; True if it failed, which the next would raise. Collective."""
         try:
             if self._checkpoint is not None:
                 self._checkpoint.wait()
@@ -490,10 +516,7 @@ class Resilient(Generic[T]):
 
 
 def _survives(act: Callable[[], object], on_loss: Callable[[Exception], object]) -> bool:
-    """Call ``act()``. True if it returns; False if it raises the loss of a rank (:func:`_is_loss`).
-
-    After a loss ``on_loss(error)`` has been called. Other errors pass through.
-    """
+    """True if ``act()`` returns; False if it raises the loss of a rank (:func:`_is_loss`)."""
     try:
         act()
     except Exception as error:

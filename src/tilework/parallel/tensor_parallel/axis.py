@@ -161,10 +161,7 @@ class MeshAxis:
         return as_rank_part(local, layer.cut((dim, True)))
 
     def _follows(self, local: Tensor) -> bool:
-        """True if operators on an output are followed: with gradients always, else now and then.
-
-        Without gradients operators are only checked. The first calls of each shape are.
-        """
+        """True if operators on an output are followed: with gradients always, else now and then."""
         if torch.is_grad_enabled():
             return True
         self._calls[local.shape] += 1

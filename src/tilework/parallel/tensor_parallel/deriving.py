@@ -22,6 +22,7 @@ from tilework.layout import Replicate, Shard
 from tilework.mesh import DeviceMesh
 from tilework.mesh.internal import mesh_or_current
 from tilework.models import check_is_module
+from tilework.parallel.tensor_parallel.dim_sets import DimSet, Layer, Trace, trace
 from tilework.parallel.tensor_parallel.plans import parallelize_module
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
@@ -29,7 +30,6 @@ from tilework.parallel.tensor_parallel.styles import (
     RowwiseParallel,
     linear_dims,
 )
-from tilework.parallel.tensor_parallel.tracing import DimSet, Layer, Trace, trace
 from tilework.parallel.tensor_parallel.words import WholeOutput
 from tilework.show import bytes_text
 
@@ -195,13 +195,7 @@ def _example(model: nn.Module, given: Any) -> Any:
 
 
 class _Deciding:
-    """Decides for each layer of a model if and how the layer is cut.
-
-    Args:
-        model: The model.
-        traced: A forward of the model.
-        ranks: The number of ranks.
-    """
+    """Decides for each layer of a model if and how the layer is cut."""
 
     def __init__(self, model: nn.Module, traced: Trace, ranks: int) -> None:
         self._model, self._trace, self._ranks = model, traced, ranks
@@ -244,10 +238,7 @@ class _Deciding:
     # -- layers that share a cut -----------------------------------------------------------------
 
     def _chain(self, dims: DimSet) -> tuple[set[int], LayerDecision] | None:
-        """The weights of the layers that a cut of ``dims`` runs through, and the decision.
-
-        None if ``dims`` cannot be cut evenly, or do not begin in layers and end in sums of layers.
-        """
+        """The weights of the layers that a cut of ``dims`` runs through, and the decision."""
         if dims.whole_for or any(size % self._ranks for size in dims.sizes):
             return None
         columns, rows = self._ends(dims)
@@ -289,10 +280,7 @@ class _Deciding:
     # -- single layers --------------------------------------------------------------------
 
     def _alone(self, weight: int, layers: list[Layer]) -> LayerDecision:
-        """The decision on a weight that no shared cut has: the cheaper of two cuts, or none.
-
-        The weight stays whole if a cut saves a rank no more bytes than the rank receives.
-        """
+        """The decision on a weight without a shared cut: the cheaper of two cuts, if one pays."""
         shape = self._trace.tensors[weight].shape
         saved = self._less(self._trace.nbytes(weight))
         moved, dim = min((self._moved(layers, dim), dim) for dim in range(2))
@@ -333,10 +321,7 @@ class _Deciding:
     # -- stacks of matrices ----------------------------------------------------------------------
 
     def _stacks(self, name: str, module: nn.Module) -> tuple[int, LayerDecision] | None:
-        """The cut of parameters of more than two dims, such as experts; None if it does not pay.
-
-        Products in the module sum over the dims, and the module's output is whole.
-        """
+        """The cut of parameters of more than two dims, such as experts; None if it does not pay."""
         layouts: dict[str, Shard] = {}
         numbers, sums = [], set[int]()
         for own, parameter in module.named_parameters(recurse=False):
@@ -359,13 +344,7 @@ class _Deciding:
         return min(numbers), LayerDecision({name: WholeOutput(layouts)}, saved, moved, text)
 
     def _sums_of(self, number: int, dims: int, name: str) -> list[tuple[int, int, list[int]]]:
-        """For each dim of a parameter that may be cut: the bytes received, the dim, and the sums.
-
-        Args:
-            number: The parameter's number in the trace.
-            dims: The number of dims that the parameter has.
-            name: The name of the module that owns the parameter and has to compute the sums.
-        """
+        """For each dim of a parameter that may be cut: bytes received, the dim, and the sums."""
         found = []
         for dim in range(dims if dims > 2 else 0):
             cut = self._trace.set_of(number, dim)
@@ -375,17 +354,11 @@ class _Deciding:
         return found
 
     def _received(self, sums: Iterable[int]) -> int:
-        """The bytes that a rank receives if each result in ``sums`` is reduced separately.
-
-        Args:
-            sums: The numbers of results that are partial sums.
-        """
+        """The bytes that a rank receives if each result in ``sums`` is reduced separately."""
         return sum(2 * self._less(self._trace.nbytes(each)) for each in sums)
 
     def _rest(self) -> str:
-        """The text on parameters outside of layers and cut stacks: names and bytes, the largest
-        first.
-        """
+        """The text on parameters outside of layers and cut stacks, the largest first."""
         inside = {each.name for layers in self._layers.values() for each in layers}
         stacked = {self._trace.parameters[number] for number in self._stacked}
         sizes: dict[str, int] = {}

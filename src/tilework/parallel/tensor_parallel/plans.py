@@ -3,23 +3,127 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from tilework.dtensor import DTensor, distribute_tensor
+from tilework.dtensor import DTensor, distribute_tensor, strict
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh
 from tilework.mesh.internal import mesh_or_current
 from tilework.models import check_is_module, close_names, matching_names, replace_module
 from tilework.parallel.stale_optimizers import marking_replaced
 from tilework.parallel.tensor_parallel.axis import MeshAxis
-from tilework.parallel.tensor_parallel.styles import ParallelStyle
+from tilework.parallel.tensor_parallel.styles import ParallelStyle, linear_dims
 from tilework.parallel.tensor_parallel.words import named_parameters, style_of
-from tilework.parallel.tensor_parallel.wrappers import attach_to_wrapper, shown_layer
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """A context for losses and their ``backward()`` in which operators without a rule raise.
+
+    ``cross_entropy`` and ``nll_loss`` of logits that are sharded in the classes do not gather the
+    logits, here or elsewhere: they take a few numbers per element from each rank. Within this
+    context an operator that has no rule for a call raises instead of gathering. An operator whose
+    rule needs all classes of a row still gathers them. The context is for this rank; open it on
+    all ranks.
+
+    Raises:
+        NotImplementedError: An operator within has no rule for the call.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn.functional import cross_entropy
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+        >>> from tilework.parallel import loss_parallel
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     logits = distribute_tensor(torch.zeros(3, 8), mesh, [Shard(1)])
+        ...     with loss_parallel():
+        ...         return cross_entropy(logits, torch.tensor([1, 7, 0])).item()
+        >>> run_ranks(2, program)[0]  # log(8)
+        2.079...
+    """
+    with strict():
+        yield
+
+
+#: The attributes of a module that say which hooks it has.
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
+
+def shown_layer(module: Any) -> Any:
+    """The layer with a weight that ``module`` wraps, or ``module`` itself.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> wrapper = nn.Sequential(linear)
+        >>> shown_layer(wrapper) is wrapper
+        True
+        >>> wrapper.weight = linear.weight
+        >>> shown_layer(wrapper) is linear
+        True
+    """
+    if _is_layer(module):
+        return module
+    weight = getattr(module, "weight", None)
+    within = module.modules() if weight is not None else ()
+    return next((m for m in within if _is_layer(m) and m.weight is weight), module)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return linear_dims(module) is not None or isinstance(module, nn.Embedding)
+
+
+def attach_to_wrapper(
+    root: nn.Module, name: str, layer: nn.Module, attach: Callable[[], None]
+) -> None:
+    """Attach a style to a layer, or to the module that wraps it, now or later. Local.
+
+    The wrapper, such as LoRA's adapters, has the layer's attribute ``weight``. The hooks belong on
+    it, so that what it adds is computed with DTensors, too. A layer may be wrapped and unwrapped at
+    any time: the module that holds it looks before each forward.
+
+    Args:
+        root: The model.
+        name: The layer's name in the model, or the wrapper's.
+        layer: The layer.
+        attach: Registers the style's hooks.
+    """
+    known = [set(getattr(layer, each)) for each in _HOOKS]
+    attach()
+    hooks = [
+        {key: hook for key, hook in getattr(layer, each).items() if key not in old}
+        for each, old in zip(_HOOKS, known, strict=True)
+    ]
+    first = next(iter(hooks[0]), None)
+    if first is None or not _is_layer(layer):
+        return
+
+    def place(module: Any) -> None:
+        inner = shown_layer(module)
+        if not _is_layer(inner) or (first in module._forward_pre_hooks):
+            return
+        for each, entries in zip(_HOOKS, hooks, strict=True):
+            for key in entries:
+                getattr(inner, each).pop(key, None)
+            getattr(module, each).update(entries)
+
+    place(root.get_submodule(name))
+    if name:
+        owner, _, last = name.rpartition(".")
+        # A deep copy of the owner has the same hook, which looks at the module that calls it.
+        root.get_submodule(owner).register_forward_pre_hook(
+            lambda caller, _: place(caller._modules[last])
+        )
 
 
 def parallelize_module(
@@ -119,13 +223,7 @@ def _attach(styled: _StyledModule, axis: MeshAxis) -> None:
 def _applied(
     styled: _StyledModule, root: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> nn.Module:
-    """Apply a style in torch's form to a module within ``root``; return the root.
-
-    If the module is ``root`` itself, and the style returns another module, return that module.
-
-    Raises:
-        TypeError: The style's ``_apply`` returned no module.
-    """
+    """Apply a style in torch's form to a module within ``root``; return the root."""
     style: Any = styled.style
     style.src_data_rank = src_data_rank
     made = style._apply(styled.module, mesh)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.flat import Gathering
     from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 
+
 _autograd: Any = torch._C._autograd
 
 #: Reduces gradients of full tensors to gradients of shards; None where no rank has a gradient.
@@ -141,10 +142,7 @@ class Saved:
 
 
 class _Kept:
-    """A tensor that an operator has saved and that is no full parameter.
-
-    Its ``version`` is the number of writes until then; -1: writes are not counted.
-    """
+    """A saved tensor that is no full parameter, and the writes to it; -1: not counted."""
 
     __slots__ = ("tensor", "version")
 

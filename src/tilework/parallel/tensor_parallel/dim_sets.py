@@ -152,10 +152,7 @@ def trace(
 
 
 def _with_tensors(model: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
-    """A copy of a model with ``tensors`` in place of the parameters and buffers, in order.
-
-    The model itself stays unchanged: ranks may share it.
-    """
+    """A copy of a model, which ranks may share, with ``tensors`` as parameters and buffers."""
     theirs = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, dict(zip(map(id, theirs), tensors, strict=True)))
 
@@ -287,10 +284,7 @@ class _Recorder(TorchFunctionMode):
         outputs: list[Tensor],
         where: str,
     ) -> None:
-        """Join the dims of a call whose rule gives no factor map.
-
-        The rule is asked about a cut of each dim of each input: which dims of outputs follow?
-        """
+        """Join the dims of a call whose rule gives no factor map."""
         for at, tensor in enumerate(tensors):
             for dim in range(tensor.dim()):
                 node = self.trace.number(tensor), dim
