@@ -81,7 +81,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "comm/backends/torch/torch_engines.py": ("comm/test_contract.py",),
     "comm/flight/deadlocks.py": (
         "comm/flight/test_diagnosis.py",
-        "launch/test_diagnosis_report.py",
+        "launch/test_flight_records.py",
     ),
     "comm/flight/document.py": ("comm/flight/test_diagnosis.py", "comm/flight/test_dump.py"),
     "comm/flight/history.py": ("comm/flight/test_diagnosis.py",),
@@ -166,6 +166,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "parallel/data_parallel/test_ddp.py",
         "parallel/data_parallel/test_ddp_changes.py",
     ),
+    # Each step of a fully sharded module needs all parts of the package.
     "parallel/fully_sharded/flat.py": ("parallel/fully_sharded/test_fully_shard.py",),
     "parallel/fully_sharded/module.py": ("parallel/fully_sharded/test_fully_shard.py",),
     "parallel/fully_sharded/sharded_param.py": ("parallel/fully_sharded/test_fully_shard.py",),
@@ -182,7 +183,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "parallel/comm_hooks/hooks.py": ("parallel/test_comm_hooks.py",),
     "parallel/tensor_parallel/axis.py": ("parallel/tensor_parallel/test_styles.py",),
     "parallel/tensor_parallel/dim_sets.py": ("parallel/tensor_parallel/test_deriving.py",),
-    # Each step of a fully sharded module needs all parts of the package.
     "rendezvous/handlers.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rpc/api.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),
     "rpc/delivery.py": ("rpc/test_calls.py", "rpc/test_payload.py"),

@@ -12,9 +12,9 @@ from torch.nn import init
 
 from tilework import sharded
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+from tilework.models.torch_init import original
 from tilework.sharded import ChunkShardingSpec
 from tilework.testing import run_ranks
-from tilework.models.torch_init import original
 
 FILLS: dict[str, dict[str, Any]] = {
     "uniform_": {"a": 1.0, "b": 2.0},

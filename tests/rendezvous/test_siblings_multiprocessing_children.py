@@ -14,11 +14,11 @@ from tilework.rendezvous.siblings import MultiprocessingChildren
 #: Three processes, of which one ends; the others, which know each other, then count the missing.
 PROGRAM = r"""
 import multiprocessing, multiprocessing.connection, os, sys, time
-from tilework.rendezvous import multiprocessing_children
+from tilework.rendezvous import siblings
 from tilework.rendezvous.liveness import process_identity
 
 method, when, victim, size, looks = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-multiprocessing_children._GONE_SECONDS = multiprocessing_children._DOUBT_SECONDS = 0.0
+siblings._GONE_SECONDS = siblings._DOUBT_SECONDS = 0.0
 
 def main(rank, seen, identities, known, ended):
     if rank == victim:
@@ -26,7 +26,7 @@ def main(rank, seen, identities, known, ended):
             seen.acquire()
             seen.acquire()
         return
-    processes = multiprocessing_children.MultiprocessingChildren.of_this_process()
+    processes = siblings.MultiprocessingChildren.of_this_process()
     while when == "once seen" and len(processes._seen) < 3:
         processes.look()
     if when == "once seen":
