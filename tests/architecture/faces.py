@@ -22,7 +22,7 @@ FACES: Final[dict[str, tuple[str, ...]]] = {
         "provenance_digest",
         "backends.internal",
         "backends.machine",
-        "flight.internal",
+        "launching",
         "functional.internal",
         "operations.internal",
         "per_call.internal",
@@ -46,7 +46,7 @@ LISTS: Final = [
         f"tilework.{p}.{each}"
         for p, inner in FACES.items()
         for each in inner
-        if each.endswith(("internal", "machine"))
+        if each.endswith(("internal", "launching", "machine"))
     ),
     *(f"tilework.{package}" for package in ("tiled", "models", "show")),
 ]

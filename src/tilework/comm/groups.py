@@ -16,12 +16,10 @@ from tilework.comm.elastic.events import note_event as note_event
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.grow import tickets_waiting as tickets_waiting
 from tilework.comm.elastic.shrink import shrink
-from tilework.comm.elastic.ticket_store import TicketStore as TicketStore
-from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE as MIN_RANKS_VARIABLE
-from tilework.comm.elastic.variables import REJOIN_VARIABLE as REJOIN_VARIABLE
+from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.making.group_plan import GroupPlan as GroupPlan
 from tilework.comm.making.group_plan import identity_on, told_to_all
-from tilework.comm.making.init_generation import InitGeneration as InitGeneration
+from tilework.comm.making.init_generation import InitGeneration
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.waits.cycles import notice_cycles
 from tilework.comm.waits.group import MEANS_ERRORS, GroupWait, lack_of_means

@@ -30,7 +30,6 @@ from tilework.comm.contract import (
     make_premul_sum,
     supports_complex,
 )
-from tilework.comm.flight.internal import Straggler
 from tilework.comm.groups import DEFAULT_TIMEOUT as default_pg_timeout  # torch's name
 from tilework.comm.groups import (
     abort_process_group,
@@ -67,6 +66,7 @@ from tilework.comm.operations.internal import (
 )
 from tilework.comm.per_call.internal import (
     DebugLevel,
+    Straggler,
     get_debug_level,
     record_comm,
     set_debug_level,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.comm.groups import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
+from tilework.comm.launching import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
 from tilework.cores import THREAD_VARIABLES, threads_per_rank
 from tilework.launch.nodes import NodePlace
 from tilework.launch.settings import LaunchSettings

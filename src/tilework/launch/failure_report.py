@@ -21,7 +21,7 @@ from functools import cache
 from types import TracebackType
 from typing import Final
 
-from tilework.comm.per_call.internal import in_library
+from tilework.comm.launching import in_library
 from tilework.errors import text_of
 from tilework.launch.hints import hint
 

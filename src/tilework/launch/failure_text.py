@@ -8,8 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from tilework.comm.flight.internal import named
-from tilework.comm.per_call.internal import in_library
+from tilework.comm.launching import in_library, named
 from tilework.launch.failure_report import RankFailure
 
 #: ``full`` shows every frame.

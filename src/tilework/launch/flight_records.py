@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tilework.comm.flight.internal import (
+from tilework.comm.launching import (
     DIRECTORY_VARIABLE,
     MAX_FILE_BYTES,
     Finding,

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from tilework.comm.groups import REJOIN_VARIABLE, InitGeneration, TicketStore
+from tilework.comm.launching import REJOIN_VARIABLE, InitGeneration, TicketStore
 from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.binding import CpuSets, on_cpus

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NoReturn, cast
 
-from tilework.comm.flight.internal import arm as arm_flight_records
+from tilework.comm.launching import arm as arm_flight_records
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
 from tilework.launch.packing import Packed, pack

@@ -7,7 +7,7 @@ import importlib
 import os
 from dataclasses import dataclass
 
-from tilework.comm.flight.internal import DIRECTORY_VARIABLE
+from tilework.comm.launching import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
 from tilework.launch.binding import CpuSets, bound_sets
 from tilework.launch.environment import thread_environment

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.comm.flight.internal import LAUNCHER_SIGNAL
+from tilework.comm.launching import LAUNCHER_SIGNAL
 from tilework.launch import linux, node_link, orphans, signals
 from tilework.launch.failure_report import FailureReport, RankFailure, root_cause, settle_time
 from tilework.launch.node_link import Message, NodeLink

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from tilework.comm.flight.internal import AFTER_SECONDS, RUNNING
+from tilework.comm.per_call.internal import AFTER_SECONDS, RUNNING
 from tilework.comm.world import World, current_world
 
 #: The functions that enter the level or leave it: (their module, entering, leaving).

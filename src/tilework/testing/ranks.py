@@ -24,8 +24,8 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args
 import torch
 
 from tilework.comm.backends.internal import load_backend
-from tilework.comm.flight.internal import armed
 from tilework.comm.groups import destroy_process_group, init_process_group
+from tilework.comm.launching import armed
 from tilework.comm.per_call.internal import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError, text_of

@@ -7,6 +7,8 @@ from tilework.comm.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
+from tilework.comm.flight.ring import RUNNING
+from tilework.comm.flight.stragglers import Straggler
 from tilework.comm.per_call.call_recorder import (
     CallRecorder,
     current_recorder,
@@ -21,3 +23,4 @@ from tilework.comm.per_call.checks import awaited, has_memory
 from tilework.comm.per_call.profiling import listening, record_comm
 from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.per_call.torch_names import ATTRIBUTE, torch_names
+from tilework.comm.waits.by_rank import AFTER_SECONDS

@@ -17,12 +17,12 @@ import torch
 
 from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.groups import (
-    MIN_RANKS_VARIABLE,
     grow_group,
     note_event,
     shrink_group,
     tickets_waiting,
 )
+from tilework.comm.launching import MIN_RANKS_VARIABLE
 from tilework.comm.operations.internal import agree, all_reduce, barrier
 from tilework.comm.per_call.internal import logger
 from tilework.comm.world import current_world, get_default_group, get_default_store

@@ -1,5 +1,7 @@
-"""Names that the other packages of tilework use."""
+"""Names that launchers use. An import loads no torch."""
 
+from tilework.comm.elastic.ticket_store import TicketStore
+from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
 from tilework.comm.flight.diagnosis import Finding, diagnose
 from tilework.comm.flight.document import (
     MAX_FILE_BYTES,
@@ -9,7 +11,6 @@ from tilework.comm.flight.document import (
     printable,
 )
 from tilework.comm.flight.history import named
-from tilework.comm.flight.ring import RUNNING
-from tilework.comm.flight.stragglers import Straggler
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, LAUNCHER_SIGNAL, arm, armed
-from tilework.comm.waits.by_rank import AFTER_SECONDS
+from tilework.comm.making.init_generation import InitGeneration
+from tilework.comm.per_call.callsite import in_library
