@@ -20,6 +20,7 @@ LAYERS = (
     "late_names",
     "from_torch",
     "cores",
+    "wait_graph",
     "layout",
     "show",
     "store",

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilework.comm.flight.deadlocks import blocking, circles, waits
 from tilework.comm.flight.diagnosis import Finding, diagnose
 from tilework.comm.flight.document import (
     MAX_ENTRIES,
@@ -23,7 +22,7 @@ from tilework.comm.flight.document import (
     encode,
     latest,
 )
-from tilework.comm.flight.history import History, named
+from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import Entry
 
 SITE = "train.py:7 in step"
@@ -268,28 +267,3 @@ def test_a_rank_that_waits_in_much_is_described_shortly() -> None:
     (line,) = [d for finding in told for d in finding.details if d.startswith("rank 0")]
     assert line.count("it waits in") == 4
     assert line.endswith("and in 496 more")
-
-
-@given(st.integers(2, 9), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=16))
-def test_circles_are_found_where_there_are_any(size: int, pairs: list[tuple[int, int]]) -> None:
-    ends = sorted({(a, b) for a, b in pairs if a < size and b < size and a != b})
-    logs = {
-        rank: group(
-            *(entry(0, "send", "running", peer=b, tag=b) for a, b in ends if a == rank),
-            ranks=range(size),
-        )
-        for rank in range(size)
-    }
-    history = History({rank: record(rank, log) for rank, log in logs.items()})
-    cycles = circles(blocking(history, waits(history)))
-    for cycle in cycles:
-        ranks = [wait.rank for wait in cycle]
-        assert len(set(ranks)) == len(ranks)
-        assert all(
-            after in wait.awaited for wait, after in zip(cycle, ranks[1:] + ranks[:1], strict=True)
-        )
-    reach = set(ends)
-    for _ in range(size):
-        reach |= {(a, d) for a, b in reach for c, d in reach if b == c}
-    on_cycles = {a for a, b in reach if a == b}
-    assert {wait.rank for cycle in cycles for wait in cycle} == on_cycles

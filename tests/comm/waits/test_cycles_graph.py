@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.comm.waits.cycles import SeenMessage, WaitGraph, WaitRecord, describe, held_up_by
+from tilework.comm.waits.cycles import CycleSearch, SeenMessage, WaitRecord, describe, held_up_by
 
 #: A rank's program: the groups whose next operation it calls, in order.
 Programs = list[list[str]]
@@ -26,7 +26,7 @@ class _Rank:
     published: dict[int, WaitRecord]
     position: int = 0
     tick: int = 0
-    graph: WaitGraph = field(default_factory=WaitGraph)
+    search: CycleSearch = field(default_factory=CycleSearch)
     cycle: list[int] = field(default_factory=list)
 
     def calls(self, group: str, upto: int) -> int:
@@ -64,19 +64,18 @@ class _Rank:
                 held_up.append((other.rank, *theirs))
         self.tick += 1
         awaited = tuple(e.rank for e in self.members(wait[0]) if e is not self)
-        own = WaitRecord(
-            self.rank, self.position, self.tick, *wait, awaited, tuple(held_up), "waiting"
-        )
+        own = WaitRecord(*wait, awaited, None, None, self.rank, self.position, self.tick)
+        own = own._replace(held_up=tuple(held_up))
         yield
         self.published[self.rank] = own
         yield
-        # The graph reads at once; to read one by one, what it will be told is collected before.
+        # The search reads at once; to read one by one, what it will be told is collected before.
         copies = {}
         for rank in self.world:
             if rank in self.published:
                 copies[rank] = self.published[rank]
             yield
-        self.cycle = [each.rank for each in self.graph.look(own, copies.get)]
+        self.cycle = [each.rank for each in self.search.look(own, copies.get)]
 
 
 def _run(programs: Programs, seed: int, steps: int) -> dict[int, _Rank]:
@@ -141,16 +140,16 @@ def test_a_cycle_is_one_of_ranks_that_never_go_on(programs: Programs, seed: int)
 def _record(
     rank: int, group: str, awaited: tuple[int, ...], held: tuple[tuple[int, str, int], ...]
 ) -> WaitRecord:
-    return WaitRecord(rank, 1, 1, group, 1, awaited, held, f"barrier of {group}")
+    return WaitRecord(group, 1, awaited, None, None, rank, 1, 1, held, f"barrier of {group}")
 
 
 def test_a_rank_that_is_stopped_is_in_no_cycle() -> None:
     """Its record stays what it was, however often it is read."""
-    graph = WaitGraph()
+    search = CycleSearch()
     stale = _record(1, "b", (0,), ((0, "a", 1),))
     for tick in range(1, 20):
-        own = WaitRecord(0, 1, tick, "a", 1, (1,), ((1, "b", 1),), "barrier")
-        assert not graph.look(own, {1: stale}.get)
+        own = _record(0, "a", (1,), ((1, "b", 1),))._replace(tick=tick)
+        assert not search.look(own, {1: stale}.get)
 
 
 def test_records_survive_the_way_through_a_store() -> None:
@@ -177,9 +176,7 @@ def test_who_holds_up_a_wait_for_a_message() -> None:
 
     def record(rank: int, *messages: SeenMessage, known: bool = True) -> WaitRecord:
         wait = messages[0] if messages else None
-        return WaitRecord(
-            rank, 1, 1, "g", 1, (1 - rank,), (), "", wait, messages if known else None
-        )
+        return WaitRecord("g", 1, (1 - rank,), wait, messages if known else None, rank, 1, 1)
 
     receive = record(0, SeenMessage("g", False, 1, 7))
     assert record(1).holds_up(receive)

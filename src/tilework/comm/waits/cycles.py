@@ -5,8 +5,8 @@ waits in one group for rank 1, and rank 1 in another group for rank 0, no header
 thread that waits long asks the rank's groups which ranks wait for this rank in an operation that it
 has not called. If there are such ranks, or if the thread waits for a message (whose sender cannot
 see the wait), the thread publishes its wait in the job's store, reads the waits of the awaited
-ranks, and looks for a cycle (:class:`WaitGraph`). A proven cycle is told to all ranks in it, and to
-the ranks that they hold up. Each of these aborts the group that it waits in, and the groups in
+ranks, and looks for a cycle (:class:`CycleSearch`). A proven cycle is told to all ranks in it, and
+to the ranks that they hold up. Each of these aborts the group that it waits in, and the groups in
 which others wait for it.
 
 The store may be slow, or the server stopped. So a separate thread asks the store, and lives for as
@@ -30,9 +30,9 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, ope
 from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
+from tilework.wait_graph import cycle_through
 
 #: Seconds between looks at a young and at an older wait, and seconds for which a wait is young.
 _PERIOD, _LATER_PERIOD, _YOUNG_SECONDS = 0.1, 0.3, 5.0
@@ -58,8 +59,6 @@ _MESSAGE_SECONDS, _ASKED_SECONDS = 0.7, 1.5
 _ASKED_SECONDS_PER_BYSTANDER = 0.01
 #: The most records that a rank reads in one look.
 _MAX_READ = 256
-#: The most ticks of a rank to remember.
-_MAX_TICKS = 8
 _ADVICE = (
     "Call the operations of all groups in one order on every rank: where two groups share ranks, "
     "the order between them counts, too. Where messages cross, let one rank receive before it "
@@ -82,37 +81,14 @@ class _Task:
     record: WaitRecord
     #: The groups of the rank, by name.
     groups: dict[str, ProcessGroup]
-    #: The waits that this rank has read so far.
-    graph: WaitGraph
+    #: The search for a cycle in the published waits.
+    search: CycleSearch
     #: The part of the job's store that holds the waits of all ranks.
     store: Store
     #: The context of the waiting thread, which tells the rank.
     context: Context
     #: True to publish the wait only if a rank that waits for a message has asked.
     if_asked: bool = False
-
-
-@dataclass(frozen=True)
-class _Wait:
-    """The wait of the calling thread: the operation or message, and the ranks that it waits for."""
-
-    #: The group of the operation or message.
-    group: ProcessGroup
-    #: The number of a collective in the group; the time of a message, in Unix microseconds.
-    number: int
-    #: Global ranks.
-    awaited: tuple[int, ...]
-    #: The message that the thread waits for; None in a collective.
-    message: SeenMessage | None
-    #: The messages that the rank has under way, of all groups; None if unknown.
-    messages: tuple[SeenMessage, ...] | None
-    #: Of a message: the name and place in the program.
-    entry: Entry | None = None
-
-    @property
-    def place(self) -> object:
-        """A key that is equal for the same wait with the same messages under way."""
-        return self.group.group_name, self.number, self.messages
 
 
 class CyclicWaits:
@@ -135,7 +111,7 @@ class CyclicWaits:
         self._serial = self._tick = 0
         #: The default group, whose store is asked.
         self._default: weakref.ref[ProcessGroup] | None = None
-        self._graph = WaitGraph()
+        self._search = CycleSearch()
         self._over = False
 
     def close(self) -> None:
@@ -149,7 +125,8 @@ class CyclicWaits:
         store may be another, too.
         """
         if self._default is None or self._default() is not default:
-            self._default, self._graph, self._over = weakref.ref(default), WaitGraph(), False
+            self._default, self._search = weakref.ref(default), CycleSearch()
+            self._over = False
 
     def look(self, world: World) -> None:
         """Have the calling thread's wait published if other ranks may be waiting for this rank, or
@@ -161,38 +138,31 @@ class CyclicWaits:
         young = now - self._begun < _YOUNG_SECONDS
         self._next = now + (_PERIOD if young else _LATER_PERIOD)
         groups = [*world.records]
-        wait = _wait_of(groups)
+        wait, entry = _wait_of(groups)
         if wait is None:
             return
         if self._place != wait.place:
             self._place, self._begun, self._asked = wait.place, now, now
-        held_up = _held_up(groups)
+        wait = wait._replace(held_up=_held_up(groups))
         pause = _ASKED_SECONDS + _ASKED_SECONDS_PER_BYSTANDER * len(world.bystanders)
         may_be_asked = wait.messages is not None and now - self._asked > pause
-        tells = bool(held_up) or self._told_place == wait.place
+        tells = bool(wait.held_up) or self._told_place == wait.place
         tells = tells or (wait.message is not None and now - self._begun > _MESSAGE_SECONDS)
         if not (tells or may_be_asked) or callbacks_due():
             return
         if own_threads.may_call(world.bystanders):
             return
-        self._submit(world, groups, wait, held_up, None if tells else now)
+        self._submit(world, wait, entry, None if tells else now)
 
     def _submit(
-        self,
-        world: World,
-        groups: Sequence[ProcessGroup],
-        wait: _Wait,
-        held_up: tuple[tuple[int, str, int], ...],
-        asked: float | None,
+        self, world: World, wait: WaitRecord, entry: Entry | None, asked: float | None
     ) -> None:
         """Give the thread that talks to the store the task to publish ``wait``.
 
         Args:
             world: This rank's groups.
-            groups: The groups in ``world``.
-            wait: The calling thread's wait.
-            held_up: The ranks that wait for this rank: (global rank, group, number of the
-                operation).
+            wait: The calling thread's wait, as :func:`_wait_of` returns it.
+            entry: The entry of the wait, if it is for a message.
             asked: None to publish the wait in any case; the present time to publish it only if
                 another rank has asked for it.
         """
@@ -203,26 +173,17 @@ class CyclicWaits:
                 return
             self._asked = self._asked if asked is None else asked
             self._tick += 1
+            groups = {each.group_name: each for each in world.records}
             if self._serial_place != wait.place:
                 self._serial_place = wait.place
                 self._serial += 1
-                self._what = operation_name(wait.group, wait.number, wait.entry)
-            record = WaitRecord(
-                default.rank(),
-                self._serial,
-                self._tick,
-                wait.group.group_name,
-                wait.number,
-                wait.awaited,
-                held_up,
-                self._what,
-                wait.message,
-                wait.messages,
+                self._what = operation_name(groups[wait.group], wait.number, entry)
+            record = wait._replace(
+                rank=default.rank(), serial=self._serial, tick=self._tick, what=self._what
             )
-            by_name = {each.group_name: each for each in groups}
             store = PrefixStore("waits", world.record(default).store)
             is_asked = asked is not None
-            self._task = _Task(record, by_name, self._graph, store, copy_context(), is_asked)
+            self._task = _Task(record, groups, self._search, store, copy_context(), is_asked)
             self._is_free = False
             self._start()
 
@@ -266,16 +227,18 @@ class CyclicWaits:
                 # rank has to pass on.
                 if _obey(last) if task is None else _ask(task):
                     last = None
-            except (DistError, ValueError):  # the store is gone, or holds invalid data
+            except (DistError, ValueError, TypeError):  # the store is gone, or holds invalid data
                 self._over, last = True, None
             del task  # the task holds groups
             with self._changed:
                 self._is_free = True
 
 
-def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
-    """The calling thread's wait in one of ``groups``; None if there is none, or if it is unknown
-    for which message the thread waits.
+def _wait_of(groups: Sequence[ProcessGroup]) -> tuple[WaitRecord | None, Entry | None]:
+    """The calling thread's wait in one of ``groups``, without rank, numbers and words; with the
+    entry of the message that it waits for, if any.
+
+    None if there is no wait, or if it is unknown for which message the thread waits.
     """
     by_group = [(group, group.messages_under_way()) for group in groups]
     is_known = all(under_way is not None for _, under_way in by_group)
@@ -285,12 +248,12 @@ def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
     if collective is not None:
         group, number, ranks = collective
         awaited = tuple(group.global_ranks[rank] for rank in ranks)
-        return _Wait(group, number, awaited, None, messages)
+        return WaitRecord(group.group_name, number, awaited, None, messages), None
     if not messages or len(messages) > 1 or messages[0].peer < 0:
-        return None  # the thread may wait for any of several
-    group, entry = entries[0]
+        return None, None  # the thread may wait for any of several
+    (message,), entry = messages, entries[0][1]
     number = int(entry.entered * 1e6)
-    return _Wait(group, number, (messages[0].peer,), messages[0], messages, entry)
+    return WaitRecord(message.group, number, (message.peer,), message, messages), entry
 
 
 def _message(group: ProcessGroup, entry: Entry) -> SeenMessage:
@@ -341,7 +304,7 @@ def _ask(task: _Task) -> bool:
         text = _read(store, f"wait/{rank}")
         return None if text is None else WaitRecord.decode(text)
 
-    cycle = task.graph.look(record, read)
+    cycle = task.search.look(record, read)
     if not cycle:
         return False
     ranks = sorted(each.rank for each in cycle)
@@ -370,7 +333,7 @@ def _read(store: Store, key: str) -> bytes | None:
     return None
 
 
-# -- the graph: pure -----------------------------------------------------------------------
+# -- records, and the search for a cycle: pure ---------------------------------------------
 
 
 class SeenMessage(NamedTuple):
@@ -395,31 +358,35 @@ class SeenMessage(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class WaitRecord:
+class WaitRecord(NamedTuple):
     """A rank's wait as it publishes it: the operation, the ranks that it waits for, and the ranks
     that it holds up.
     """
 
-    rank: int
-    #: The number of the wait; each wait of a rank has another.
-    serial: int
-    #: Counts the rank's records. A record describes a time after the record before was published.
-    tick: int
     #: The name of the group that the rank waits in.
     group: str
     #: The number of a collective in the group; the time of a message, in Unix microseconds.
     number: int
     #: Global ranks; some may have come.
     awaited: tuple[int, ...]
-    #: The ranks that it holds up: (rank, group, number) of each wait.
-    held_up: tuple[tuple[int, str, int], ...]
-    #: The operation, for a person.
-    what: str
     #: The message of a wait for a message, as this rank sees it; None in a collective.
-    message: SeenMessage | None = None
+    message: SeenMessage | None
     #: The messages that the rank has under way, of all groups; None if unknown.
-    messages: tuple[SeenMessage, ...] | None = None
+    messages: tuple[SeenMessage, ...] | None
+    rank: int = -1
+    #: The number of the wait; each wait of a rank has another.
+    serial: int = 0
+    #: Counts the rank's records. A record describes a time after the record before was published.
+    tick: int = 0
+    #: The ranks that it holds up: (rank, group, number) of each wait.
+    held_up: tuple[tuple[int, str, int], ...] = ()
+    #: The operation, for a person.
+    what: str = ""
+
+    @property
+    def place(self) -> object:
+        """A key that is equal for the same wait with the same messages under way."""
+        return self.group, self.number, self.messages
 
     def holds_up(self, other: WaitRecord) -> bool:
         """True if ``other`` waits for this rank in an operation that this rank has not called."""
@@ -431,119 +398,71 @@ class WaitRecord:
 
     def encode(self) -> str:
         """The record as text."""
-        values = [self.rank, self.serial, self.tick, self.group, self.number]
-        messages = [self.message, self.messages]
-        return json.dumps([*values, self.awaited, self.held_up, self.what, *messages])
+        return json.dumps(self)
 
     @classmethod
     def decode(cls, text: bytes) -> WaitRecord:
         """A record from the text of :meth:`encode`."""
-        rank, serial, tick, group, number, *rest = json.loads(text)
-        awaited, held_up, what, message, messages = rest
-        held = tuple((int(r), str(g), int(n)) for r, g, n in held_up)
-        return cls(
-            rank,
-            serial,
-            tick,
-            group,
-            number,
-            tuple(awaited),
-            held,
-            what,
-            None if message is None else SeenMessage(*message),
-            None if messages is None else tuple(SeenMessage(*each) for each in messages),
+        record = cls(*json.loads(text))
+        message, messages = record.message, record.messages
+        return record._replace(
+            awaited=tuple(record.awaited),
+            message=None if message is None else SeenMessage(*message),
+            messages=None if messages is None else tuple(SeenMessage(*each) for each in messages),
+            held_up=tuple((int(r), str(g), int(n)) for r, g, n in record.held_up),
         )
 
 
-@dataclass
-class _Seen:
-    """The looks (counted readings of the store) at which this rank has seen the present wait of a
-    rank.
-    """
-
-    #: The number of the wait, as in the rank's records.
-    serial: int
-    #: The first look that saw the wait.
-    since: int
-    #: By tick: the last look that saw the record.
-    looks: dict[int, int] = field(default_factory=dict)
-
-    def see(self, look: int, tick: int) -> None:
-        self.looks.pop(tick, None)
-        self.looks[tick] = look
-        if len(self.looks) > _MAX_TICKS:
-            del self.looks[next(iter(self.looks))]
-
-    def until(self) -> int:
-        """The last look at whose end the wait certainly existed; -1 if unknown.
-
-        The newest record describes a time after the record before was published. So that time is
-        later than the reading of any still older record, and than the end of the look before that
-        reading.
-        """
-        newest = max(self.looks)
-        return max(
-            (look - 1 for tick, look in self.looks.items() if tick <= newest - 2), default=-1
-        )
-
-
-class WaitGraph:
-    """The waits of other ranks, as this rank reads them during a wait."""
+class CycleSearch:
+    """The search for a cycle in the waits of other ranks, as this rank reads them during a wait."""
 
     def __init__(self) -> None:
-        self._look = 0
-        self._seen: dict[int, _Seen] = {}
+        #: The waits of the cycle at the last look: (rank, serial).
+        self._cycle: list[tuple[int, int]] = []
+        #: The ticks of the records that were read first after the look that found the cycle.
+        self._ticks: list[int] = []
 
     def look(
         self, own: WaitRecord, read: Callable[[int], WaitRecord | None]
     ) -> Sequence[WaitRecord]:
-        """The shortest proven cycle through this rank; empty if there is none.
+        """The shortest cycle through this rank, if it is proven; empty if there is none.
 
         Args:
             own: This rank's record, of a moment after the last look.
             read: The newest record of a rank; None if it has published no record.
         """
-        self._look += 1
-        self._note(own)
-        records: dict[int, WaitRecord | None] = {}
-        before: dict[int, WaitRecord] = {}
-        queue = [own]
-        for record in queue:
-            for rank in record.awaited:
-                if rank == own.rank and own.holds_up(record):
-                    cycle = _way(own, record, before)
-                    return cycle if self._is_proven(cycle) else ()
-                if rank not in records and len(records) < _MAX_READ:
-                    records[rank] = self._note(read(rank))
-                other = records.get(rank)
-                if other is None or rank == own.rank or rank in before:
-                    continue
-                if other.holds_up(record):
-                    before[rank] = record
-                    queue.append(other)
-        return ()
+        records: dict[int, WaitRecord | None] = {own.rank: own}
 
-    def _note(self, record: WaitRecord | None) -> WaitRecord | None:
-        if record is not None:
-            seen = self._seen.get(record.rank)
-            if seen is None or seen.serial != record.serial:
-                seen = self._seen[record.rank] = _Seen(record.serial, self._look)
-            seen.see(self._look, record.tick)
-        return record
+        def waits_of(rank: int) -> Iterator[WaitRecord]:
+            record = records[rank]
+            if record is None:
+                return
+            for other in record.awaited:
+                if other not in records and len(records) <= _MAX_READ:
+                    records[other] = read(other)
+            others = [records.get(other) for other in record.awaited]
+            holding = (each.rank for each in others if each and each.holds_up(record))
+            yield record._replace(awaited=tuple(holding))
+
+        cycle = cycle_through(own.rank, waits_of)
+        return cycle if self._is_proven(cycle) else ()
 
     def _is_proven(self, cycle: Sequence[WaitRecord]) -> bool:
-        """True if all waits existed at one moment: after the look that saw the last wait."""
-        seen = [self._seen[record.rank] for record in cycle]
-        moment = max(each.since for each in seen)
-        # This rank's own record is of a moment after the last look; see look().
-        return moment < self._look and all(each.until() >= moment for each in seen[1:])
+        """True if all waits of ``cycle`` existed at one moment.
 
-
-def _way(own: WaitRecord, last: WaitRecord, before: dict[int, WaitRecord]) -> Sequence[WaitRecord]:
-    way = [last]
-    while way[-1] is not own:
-        way.append(before[way[-1].rank])
-    return way[::-1]
+        The moment is the end of the look that found the cycle: each wait had been read, so it had
+        begun. A record describes a time after the record before was published; so the second record
+        after one that was read later than the moment describes a time later than the moment.
+        """
+        waits = [(record.rank, record.serial) for record in cycle]
+        ticks = [record.tick for record in cycle]
+        if waits != self._cycle:
+            self._cycle, self._ticks = waits, []
+        elif not self._ticks:
+            self._ticks = ticks
+        elif cycle:
+            return all(now >= then + 2 for now, then in zip(ticks, self._ticks, strict=True))
+        return False
 
 
 def held_up_by(
