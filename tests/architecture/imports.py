@@ -20,6 +20,8 @@ LAYERS = (
     "late_names",
     "from_torch",
     "cores",
+    "forks",
+    "framed",
     "wait_graph",
     "layout",
     "show",

@@ -27,6 +27,7 @@ import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.comm.backends.shm import shm_backend
 from tilework.errors import DistError, DistNetworkError, DistStoreError
+from tilework.framed import knock
 from tilework.store import FileStore, Store, StoreServer, TCPStore, UnixStore, wire
 from tilework.testing import run_ranks
 
@@ -217,7 +218,7 @@ def test_who_knows_the_nonce_must_be_a_rank_that_is_awaited() -> None:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.settimeout(5.0)
                     stranger.connect(f"\0{name}")
-                    stranger.send(shm_backend._HELLO.pack(bytes.fromhex(nonce), other))
+                    knock(stranger, bytes.fromhex(nonce), other)
                     handed.append(socket.recv_fds(stranger, 1, 4)[1])
         group = shm_backend.create_shm_group(request, None)
         group.barrier()

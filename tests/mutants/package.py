@@ -181,7 +181,7 @@ COMPARISONS = [
     fault(
         "store: a client without the secret is let in",
         "store/service.py",
-        'if wire.same_proof(wire.proof(secret, b"client", nonces), message.fields[0]):',
+        'if hmac.compare_digest(wire.proof(secret, b"client", nonces), message.fields[0]):',
         "if True:",
         "tests/store/test_server.py tests/store/test_contract.py",
     ),

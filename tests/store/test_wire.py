@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilework.framed import GarbageError
 from tilework.store import wire
-from tilework.store.wire import Code, GarbageError, Inbox
+from tilework.store.wire import Code, Inbox
 
 FIELDS = st.lists(st.binary(max_size=20), max_size=5)
 

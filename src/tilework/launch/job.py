@@ -329,8 +329,6 @@ class Job:
             self._guardian.forget_in_child()
         for rank in self._ranks:
             rank.forget_in_child()
-        if self._nodes is not None:
-            self._nodes.link.forget_in_child()
         if self._frontend is not None:
             self._frontend.output.close()
             self._frontend.stdin.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import time
@@ -10,15 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-#: Seconds of silence after which a link counts as cut.
-_KEEP_ALIVE: Final = (
-    ("TCP_KEEPIDLE", 5),
-    ("TCP_KEEPINTVL", 2),
-    ("TCP_KEEPCNT", 4),
-    ("TCP_USER_TIMEOUT", 13_000),
-)
-_MAX_LINE_BYTES: Final = 1 << 16
-_SEND_SECONDS: Final = 5.0
+from tilework.framed import FramedSocket, tune_tcp
+
 #: The interval at which a launcher says that it is there. A launcher that has said so and then says
 #: nothing is lost. Keep-alive is not enough: the system answers for a stopped process.
 _BEAT_SECONDS: Final = 2.0
@@ -26,7 +18,8 @@ _SILENCE_SECONDS: Final = 20.0
 
 #: Kinds of messages.
 FAILED, INTERRUPTED, FINISHED, LOST = "failed", "interrupted", "finished", "lost"
-_ALIVE: Final = "alive"
+#: Kinds of frames: a message as JSON, and a heartbeat.
+_MESSAGE, _ALIVE = 0, 1
 Message = dict[str, Any]
 
 
@@ -43,19 +36,13 @@ class NodeLink:
 
     def __init__(self, node: int, hosts: Sequence[str], ranks: Sequence[int]) -> None:
         self._node, self._hosts, self._ranks = node, list(hosts), list(ranks)
-        self._peers: dict[int, socket.socket] = {}
-        self._pieces: dict[int, bytes] = {}
+        self._peers: dict[int, FramedSocket] = {}
         self._finished: set[int] = set()
         self._news: list[Message] = []
         self._closed = False
         self._beat_at = 0.0
         #: The time of the last beat of each node that has begun to send beats.
         self._heard: dict[int, float] = {}
-
-    @property
-    def connected(self) -> set[int]:
-        """The nodes with a connection."""
-        return set(self._peers)
 
     @property
     def awaits_others(self) -> bool:
@@ -82,15 +69,11 @@ class NodeLink:
 
     def add(self, node: int, peer: socket.socket) -> None:
         """Take over ``peer``, a connection to ``node``, in place of an earlier connection."""
-        peer.settimeout(_SEND_SECONDS)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE:
-            with contextlib.suppress(AttributeError, OSError):  # names differ between systems
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        tune_tcp(peer, 5, 2, 4, 13)
         before = self._peers.pop(node, None)
         if before is not None:
             before.close()
-        self._peers[node], self._pieces[node] = peer, b""
+        self._peers[node] = FramedSocket(peer, (_MESSAGE, _ALIVE))
 
     def readers(self) -> dict[int, Callable[[], None]]:
         """Descriptors to read, with the functions to call when they are readable."""
@@ -109,7 +92,8 @@ class NodeLink:
         if now - self._beat_at > _SILENCE_SECONDS / 2:  # this process was stopped itself
             self._heard = dict.fromkeys(self._heard, now)
         self._beat_at = now + _BEAT_SECONDS
-        self._send({"kind": _ALIVE, "node": self._node}, but=self._node)
+        for peer in self._peers.values():
+            peer.send(_ALIVE)
         for node in list(self._peers):
             if now - self._heard.get(node, now) > _SILENCE_SECONDS and node not in self._finished:
                 self._lose(node)
@@ -123,43 +107,29 @@ class NodeLink:
         """Send a message to all other nodes."""
         self._send({"kind": kind, "node": self._node, **facts}, but=self._node)
 
-    def forget_in_child(self) -> None:
-        """Close the copies of the connections in a forked child."""
+    def close(self) -> None:
+        """End the connections. Idempotent."""
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
 
-    def close(self) -> None:
-        """End the connections. Idempotent."""
-        self.forget_in_child()
-
     def _send(self, message: Message, but: int) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        for node, peer in list(self._peers.items()):
+        data = json.dumps(message).encode()
+        for node, peer in self._peers.items():
             if node != but:
-                with contextlib.suppress(OSError):  # reading notices the end
-                    peer.sendall(data)
+                peer.send(_MESSAGE, data)
 
     def _read(self, node: int) -> None:
-        peer = self._peers[node]
-        try:
-            data = peer.recv(1 << 16)
-        except TimeoutError:
-            return
-        except OSError:
-            data = b""
-        if not data or len(self._pieces[node]) > _MAX_LINE_BYTES:
+        frames = self._peers[node].receive()
+        for kind, payload in frames or ():
+            if kind == _ALIVE:
+                self._heard[node] = time.monotonic()
+            else:
+                self._hear(node, json.loads(payload))
+        if frames is None:
             self._lose(node)
-            return
-        *lines, self._pieces[node] = (self._pieces[node] + data).split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                self._hear(node, json.loads(line))
 
     def _hear(self, node: int, message: Message) -> None:
-        if message["kind"] == _ALIVE:
-            self._heard[node] = time.monotonic()
-            return
         if message["kind"] == FINISHED:
             self._finished.add(message["node"])
         self._news.append(message)

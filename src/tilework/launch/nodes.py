@@ -21,6 +21,7 @@ from importlib import metadata
 from typing import Any, Final
 
 from tilework.errors import DistNetworkError, DistStoreError
+from tilework.framed import Door, knock
 from tilework.launch.node_link import NodeLink
 from tilework.launch.settings import LaunchSettings
 from tilework.store import PrefixStore, Store, StoreServer, TCPStore
@@ -204,32 +205,27 @@ class _Meeting:
         """On node 0: publish ``table``, and accept the connections of all other launchers."""
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((self._host, 0), family=family) as listener:
-            token = secrets.token_hex(16)
+            token = secrets.token_bytes(16)
             port = listener.getsockname()[1]
-            store.set("link", json.dumps({"port": port, "token": token}))
+            store.set("link", json.dumps({"port": port, "token": token.hex()}))
             store.set("table", json.dumps(table))
-            listener.settimeout(_ANSWER_SECONDS)
-            while len(link.connected) < len(table["ranks"]) - 1:
-                try:
-                    peer, _ = listener.accept()
-                except TimeoutError:
-                    missing = set(range(1, len(table["ranks"]))).difference(link.connected)
-                    raise NodesError(
-                        f"{_named(sorted(missing))} came to the store of node 0, but did not "
-                        f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports "
-                        f"between the hosts must be open, and the launchers there must still run"
-                    ) from None
-                greeting = _first_line(peer).partition(" ")
-                if greeting[0] == token and greeting[2].isdecimal():
-                    link.add(int(greeting[2]), peer)
-                else:
-                    peer.close()  # a stranger
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            with contextlib.closing(Door(listener, token, range(1, len(table["ranks"])))) as door:
+                while door.awaited and time.monotonic() < deadline:
+                    for node, peer in door.admit(1.0).items():
+                        link.add(node, peer)
+            if door.awaited:
+                raise NodesError(
+                    f"{_named(sorted(door.awaited))} came to the store of node 0, but did not "
+                    f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports between "
+                    f"the hosts must be open, and the launchers there must still run"
+                )
 
     def _connect(self, store: Store, link: NodeLink) -> None:
         where = json.loads(store.get("link"))
         try:
             peer = socket.create_connection((self._host, where["port"]), _ANSWER_SECONDS)
-            peer.sendall(f"{where['token']} {self._me}\n".encode())
+            knock(peer, bytes.fromhex(where["token"]), self._me)
         except OSError as error:
             raise DistNetworkError(
                 f"cannot connect to node 0 at {self._host}:{where['port']}: "
@@ -274,19 +270,6 @@ def _answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _first_line(peer: socket.socket) -> str:
-    """The first line that a connection sends; empty if none comes soon."""
-    peer.settimeout(2.0)
-    data = b""
-    with contextlib.suppress(OSError):
-        while b"\n" not in data and len(data) < 256:
-            piece = peer.recv(64)
-            if not piece:
-                return ""
-            data += piece
-    return data.partition(b"\n")[0].decode(errors="replace") if b"\n" in data else ""
 
 
 def _named(nodes: list[int]) -> str:

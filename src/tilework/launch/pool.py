@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import signal
@@ -15,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
 
 from tilework.errors import RankFailedError
+from tilework.framed import Door, knock
 from tilework.launch.failure_report import FailureReport, RankFailure, describe, root_cause
 from tilework.launch.failure_text import failure_text
 from tilework.launch.packing import Packed, pack
@@ -248,36 +248,36 @@ def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None 
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(address)
         listener.listen(128)
-        listener.settimeout(_LOOK_SECONDS)
+        door = stack.enter_context(contextlib.closing(Door(listener, secret, range(nprocs))))
         running = spawn(
             _serve, (address, secret), nprocs, join=False, backend=backend, timeout=timeout
         )
         try:
-            return RankPool(running, _links(listener, running, secret))
+            return RankPool(running, _links(door, running))
         except BaseException:
             running.close()
             raise
 
 
-def _links(listener: socket.socket, running: RunningRanks, secret: bytes) -> list[Connection]:
+def _links(door: Door, running: RunningRanks) -> list[Connection]:
     """A connection to each rank, in the order of ranks."""
     links: dict[int, Connection] = {}
-    while len(links) < len(running.pids):
+    while door.awaited:
         if running.join(timedelta(milliseconds=1)):
             raise RankFailedError("the ranks ended before they could be called")
-        with contextlib.suppress(TimeoutError):
-            link: Connection = Connection(listener.accept()[0].detach())
-            if hmac.compare_digest(link.recv_bytes(len(secret)), secret):
-                links[link.recv()] = link
-    return [links[rank] for rank in range(len(links))]
+        for rank, sock in door.admit(_LOOK_SECONDS).items():
+            sock.setblocking(True)
+            links[rank] = Connection(sock.detach())
+    return [links[rank] for rank in sorted(links)]
 
 
 def _serve(rank: int, address: str, secret: bytes) -> None:
     """Answer calls until the pool is closed; the program of each rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only a call can be interrupted
-    with Client(address, "AF_UNIX") as link, contextlib.suppress(EOFError, OSError):
-        link.send_bytes(secret)
-        link.send(rank)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address)
+    knock(sock, secret, rank)
+    with Connection(sock.detach()) as link, contextlib.suppress(EOFError, OSError):
         while True:
             call: Packed = link.recv()
             link.send(_answer(rank, call))

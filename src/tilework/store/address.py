@@ -8,17 +8,19 @@ import ipaddress
 import os
 import socket
 import stat
-import struct
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
 from tilework.errors import DistNetworkError
+from tilework.framed import other_user_of, tune_tcp
 
 #: Bytes that the kernel keeps of a Unix socket's name, without the terminator.
 _MAX_UNIX_BYTES: Final = 107
 _BACKLOG: Final = 4096
+#: For tune_tcp: a host is gone after about 30 seconds.
+SILENCE: Final = (10, 5, 4)
 
 
 class Address(ABC):
@@ -130,7 +132,7 @@ class TcpAddress(Address):
                 if sock.getsockname() == sock.getpeername():
                     # Port chosen by the kernel for this end happened to be the very one sought.
                     raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-                tune_tcp(sock)
+                tune_tcp(sock, *SILENCE)
                 return sock
             except OSError as error:
                 sock.close()
@@ -236,14 +238,10 @@ class UnixAddress(Address):
 
     def refuses(self, peer: socket.socket) -> str:
         """A text if the process at the other end belongs to another user; else empty."""
-        if not hasattr(socket, "SO_PEERCRED"):
-            return ""  # Elsewhere the path's mode, 0600, has to do.
-        size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack(
-            "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
-        own = os.geteuid()
-        return "" if uid == own else f"it belongs to user {uid}, this process to user {own}"
+        user = other_user_of(peer)  # where unknown, the path's mode, 0600, has to do
+        if user is None:
+            return ""
+        return f"it belongs to user {user}, this process to user {os.geteuid()}"
 
     def released(self) -> None:
         """Remove the socket's file; a name in the abstract namespace has none."""
@@ -267,24 +265,6 @@ class UnixAddress(Address):
         except OSError:
             return True  # Busy, or not ours to touch.
         return True
-
-
-def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once; detect within about 30 seconds that the other host is gone."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def watch_closely(sock: socket.socket) -> None:
-    """Detect within a few seconds that the other host, or the link to it, is gone."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
-    for option, value in (*options, ("TCP_USER_TIMEOUT", 3500)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _listen_advice(error: OSError) -> str:

@@ -1,10 +1,9 @@
 """Names that the other packages of tilework use, besides the public names."""
 
-from tilework.store.address import TcpAddress, watch_closely
+from tilework.store.address import TcpAddress
 from tilework.store.answer_limit import answers_within, left_seconds
 from tilework.store.arrivals import Arrivals
 from tilework.store.barrier import Barrier, meet
 from tilework.store.checks import MAX_INTEGER, first_few, positive
-from tilework.store.fork import watch_forks
 from tilework.store.late_notice import LateNotice, ranks_in_words
 from tilework.store.pool import while_connecting

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tilework.errors import DistStoreError, StoreTimeoutError
+from tilework.forks import watch_forks
 from tilework.store.arrivals import hold_byte, is_free
 from tilework.store.checks import Deadline
-from tilework.store.fork import watch_forks
 from tilework.store.queues import Queues
 from tilework.store.records import (
     HEADER_BYTES,

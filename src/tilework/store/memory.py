@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+from tilework.forks import watch_forks
 from tilework.store import checks
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
-from tilework.store.fork import watch_forks
 from tilework.store.late_notice import KeyWait
 from tilework.store.queues import Queues
 from tilework.store.table import Table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
 import socket
 import threading
@@ -13,13 +14,14 @@ from contextvars import ContextVar
 from typing import Final
 
 from tilework.errors import DistNetworkError, StoreTimeoutError
+from tilework.forks import watch_forks
+from tilework.framed import GarbageError
 from tilework.store import checks, wire
 from tilework.store.address import Address
 from tilework.store.answer_limit import answer_seconds
 from tilework.store.checks import Deadline
-from tilework.store.fork import watch_forks
 from tilework.store.late_notice import KeyWait, LateNotice
-from tilework.store.wire import Code, GarbageError, WireMessage
+from tilework.store.wire import Code, WireMessage
 
 #: Seconds to put up with a peer that accepts and hangs up, as a proxy does before the server
 #: behind it is up.
@@ -110,7 +112,7 @@ class Channel:
             own_proof = wire.proof(secret, b"client", nonces)
             answer = self.ask(wire.encode(Code.PROOF, (own_proof,)), wait_seconds)
         _check_welcome(answer, secret is not None, expected)
-        self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
+        self._inbox.greeted()
 
     def interrupt(self) -> None:
         """Make :meth:`ask` raise in the thread that waits there; called from another thread."""
@@ -139,7 +141,7 @@ def _check_welcome(answer: WireMessage, have_secret: bool, expected: bytes | Non
         )
     if answer.code != Code.WELCOME:
         raise GarbageError(f"an unexpected message, {answer.code}")
-    proven = expected is not None and wire.same_proof(expected, b"".join(answer.fields))
+    proven = expected is not None and hmac.compare_digest(expected, b"".join(answer.fields))
     if have_secret and not proven:
         raise DistNetworkError(
             "could not prove that it knows the secret: it has none or a wrong secret, or it is "

@@ -11,8 +11,8 @@ import threading
 import weakref
 
 from tilework.errors import DistStoreError, text_of
+from tilework.forks import watch_forks
 from tilework.store.address import Address, TcpAddress, UnixAddress
-from tilework.store.fork import watch_forks
 from tilework.store.service import Service
 
 # Windows has no limits of this kind.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
 import logging
 import os
 import socket
@@ -13,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tilework.errors import DistStoreError
+from tilework.framed import GarbageError, tune_tcp, watch_closely
 from tilework.store import wire
-from tilework.store.address import Address, TcpAddress, tune_tcp, watch_closely
+from tilework.store.address import SILENCE, Address
 from tilework.store.checks import LONGEST_WAIT_SECONDS
 from tilework.store.requests import HANDLERS, StoreState
-from tilework.store.wire import Code, GarbageError
+from tilework.store.wire import Code
 
 # Windows has no limits of this kind.
 if sys.platform != "win32":
@@ -106,8 +108,7 @@ class Service:
         try:
             sock.setblocking(False)
             why = self._where.refuses(sock)
-            if isinstance(self._where, TcpAddress):
-                tune_tcp(sock)
+            tune_tcp(sock, *SILENCE)
         except OSError:
             sock.close()  # It has gone again.
             return
@@ -209,8 +210,7 @@ class Connection:
     def append_on_disconnect(self, record: tuple[bytes, bytes] | None) -> None:
         """Note a key and a value to append when this connection closes; None revokes this."""
         self._last_append = record
-        if self.sock.family != getattr(socket, "AF_UNIX", None):
-            watch_closely(self.sock)
+        watch_closely(self.sock)
 
     def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None:
         """Answer the parked request."""
@@ -292,7 +292,7 @@ class Connection:
         assert nonces is not None
         if message.code != Code.PROOF or len(message.fields) != 1:
             raise GarbageError("no proof")
-        if wire.same_proof(wire.proof(secret, b"client", nonces), message.fields[0]):
+        if hmac.compare_digest(wire.proof(secret, b"client", nonces), message.fields[0]):
             self._welcome((wire.proof(secret, b"server", nonces),))
         else:
             self._refuse("its secret is wrong")
@@ -305,7 +305,7 @@ class Connection:
     def _welcome(self, fields: Sequence[bytes]) -> None:
         self._end_waiting()
         self._service.greeted(self)
-        self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
+        self._inbox.greeted()
         self._on_message = self._request
         self.send(Code.WELCOME, fields)
 

@@ -9,13 +9,13 @@ import time
 from datetime import timedelta
 
 from tilework.errors import DistError, StoreTimeoutError
+from tilework.forks import watch_forks
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
 from tilework.store.answer_limit import answers_within
 from tilework.store.arrivals import Arrivals
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
-from tilework.store.fork import watch_forks
 from tilework.store.late_notice import KeyWait
 from tilework.store.server import StoreServer, check_secret
 from tilework.store.wire import Code

@@ -33,6 +33,8 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from tilework.framed import HEADER, FrameReader, GarbageError
+
 MAGIC: Final = b"tilework-store/1"
 NONCE_BYTES: Final = 32
 
@@ -44,7 +46,6 @@ MAX_FIELDS: Final = 1 << 16
 _ROOM_BYTES: Final = MAX_MESSAGE_BYTES - 256
 _ROOM_FIELDS: Final = MAX_FIELDS - 8
 
-_HEADER: Final = struct.Struct("!IB")
 _FIELD: Final = struct.Struct("!I")
 _NUMBER: Final = struct.Struct("!q")
 
@@ -115,16 +116,12 @@ class WireMessage(NamedTuple):
     fields: list[bytes]
 
 
-class GarbageError(Exception):
-    """The other side sent bytes that do not follow this protocol."""
-
-
 def encode(code: Code, fields: Sequence[bytes] = ()) -> bytes:
     """The bytes of a message on the wire. Raises ValueError if it would be too long."""
     size = sum(map(len, fields)) + _FIELD.size * len(fields)
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message takes at most {MAX_MESSAGE_BYTES} bytes, got {size}")
-    parts = [_HEADER.pack(size, code)]
+    parts = [HEADER.pack(size, code)]
     for field in fields:
         parts += (_FIELD.pack(len(field)), field)
     return b"".join(parts)
@@ -142,10 +139,10 @@ def decode_number(field: bytes) -> int:
     return int(_NUMBER.unpack(field)[0])
 
 
-def decode_fields(body: bytes, at: int = 0) -> list[bytes]:
-    """The fields of the body that begins at ``body[at]``. Raises GarbageError."""
+def decode_fields(body: bytes) -> list[bytes]:
+    """The fields of a message's body. Raises GarbageError."""
     fields: list[bytes] = []
-    end = len(body)
+    at, end = 0, len(body)
     while at < end:
         start = at + _FIELD.size
         if start > end or len(fields) == MAX_FIELDS:
@@ -161,46 +158,28 @@ class Inbox:
     """Turns the bytes that arrive on a connection into messages, one at a time."""
 
     def __init__(self, limit_bytes: int = MAX_GREETING_BYTES) -> None:
-        #: The longest body that is accepted; checked before anything of it is kept.
-        self.limit_bytes = limit_bytes
-        self._kept = bytearray()
+        self._reader = FrameReader(Code, limit_bytes)
+
+    def greeted(self) -> None:
+        """Accept messages of any size from now on."""
+        self._reader.limit_bytes = MAX_MESSAGE_BYTES
 
     def feed(self, data: bytes) -> WireMessage | None:
         """The message that ``data`` completes, None if there is more to come.
 
-        Raises GarbageError for a body that is too long, does not add up, or is followed by more.
+        Raises GarbageError, after which the connection is of no more use.
         """
-        if self._kept:
-            self._kept += data
-        size, have = self._expect(self._kept or data), len(self._kept or data)
-        if have < size:
-            if not self._kept:
-                self._kept += data
+        frames = self._reader.feed(data)
+        if not frames:
             return None
-        if have > size:
+        if len(frames) > 1 or self._reader.kept:
             raise GarbageError("bytes after the end of a message")
-        whole = bytes(self._kept) if self._kept else data
-        self._kept.clear()
-        return WireMessage(whole[_HEADER.size - 1], decode_fields(whole, _HEADER.size))
-
-    def _expect(self, data: bytes | bytearray) -> int:
-        """Bytes of the message that begins with ``data``; a header's, if ``data`` is shorter."""
-        if len(data) < _HEADER.size:
-            return _HEADER.size
-        size = int(_HEADER.unpack_from(data)[0])
-        if size > self.limit_bytes:
-            raise GarbageError(f"a message of {size} bytes, above the limit {self.limit_bytes}")
-        return _HEADER.size + size
+        return WireMessage(frames[0][0], decode_fields(frames[0][1]))
 
 
 def proof(secret: bytes, side: bytes, nonces: Iterable[bytes]) -> bytes:
     """The proof by ``side`` (``b"client"`` or ``b"server"``) that it knows ``secret``."""
     return hmac.new(secret, side + b"".join(nonces), hashlib.sha256).digest()
-
-
-def same_proof(mine: bytes, theirs: bytes) -> bool:
-    """True if both are equal, in a time that does not tell where they differ."""
-    return hmac.compare_digest(mine, theirs)
 
 
 def fit_into_messages(groups: Sequence[tuple[bytes, ...]]) -> list[list[bytes]]:

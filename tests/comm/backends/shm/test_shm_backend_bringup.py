@@ -97,7 +97,7 @@ def test_another_user_is_handed_nothing_even_with_the_nonce(path: str) -> None:
             os.chmod(path, 0o666)  # what it may read is not the point here
             nonce = store.get("shm/host").decode().split(" ", 2)[1]
             os.seteuid(65534)
-            handed = knock(store, shm_backend._HELLO.pack(bytes.fromhex(nonce), 1))
+            handed = knock(store, bytes.fromhex(nonce) + bytes([0, 0, 0, 1]))
             os.seteuid(0)
             store.set("thief", f"was handed {handed}")
         else:

@@ -16,7 +16,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 from datetime import timedelta
 from typing import Any
@@ -28,20 +27,14 @@ from tilework.comm.elastic.registers import MemoryRegisters
 from tilework.comm.elastic.watched_store import look
 from tilework.cores import affinity, cpu_quota
 from tilework.errors import DistBackendError, DistStoreError, PeerLostError, StoreTimeoutError
+from tilework.framed import MAX_CALLERS, Door, knock, other_user_of
 
 try:
     from tilework import _core
 except ImportError:  # installed without the core: make_backend says so when asked for a group
     _core = None  # type: ignore[assignment]
 
-_HELLO = struct.Struct("=16sI")
 _READY, _GO = b"R", b"G"
-#: The most open connections without a greeting, and the seconds that each may stay if there are
-#: more.
-_MAX_NEWCOMERS = 256
-_HELLO_SECONDS = 1.0
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_STARVED_SECONDS = 0.5
 #: Errors that mean that ranks cannot reach each other's memory; other errors are failures of one
 #: rank.
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ECONNRESET)
@@ -103,9 +96,10 @@ def _host(request: DistributedBackendOptions) -> _Ends:
         group = _take_end(fd, 0, request.group_size, nonce)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{name}")
-            listener.listen(_MAX_NEWCOMERS)
+            listener.listen(MAX_CALLERS)
             request.store.set("shm/host", f"{name} {nonce.hex()} {_host_identity()}")
-            reception = _Reception(request, listener, (fd, registers_fd), nonce)
+            door = Door(listener, nonce, range(1, ranks))
+            reception = _Reception(request, door, (fd, registers_fd))
             verdict = _FAILED
             try:
                 verdict = reception.receive_all()
@@ -170,31 +164,19 @@ class _Reception:
     """
 
     def __init__(
-        self,
-        request: DistributedBackendOptions,
-        listener: socket.socket,
-        fds: tuple[int, int],
-        nonce: bytes,
+        self, request: DistributedBackendOptions, door: Door, fds: tuple[int, int]
     ) -> None:
-        self._request = request
-        self._listener = listener
-        self._fds = fds
-        self._nonce = nonce
-        #: Connected but silent clients, and the time since when; oldest first.
-        self._newcomers: dict[socket.socket, float] = {}
+        self._request, self._door, self._fds = request, door, fds
         self._joined: dict[int, socket.socket] = {}
         self._ready: set[int] = set()
-        #: The time since when no descriptors are left.
-        self._starved: float | None = None
 
     def receive_all(self) -> str:
         """Wait until every rank has mapped the segment; return the verdict."""
         request = self._request
         limit = request.timeout.total_seconds()
         deadline = time.monotonic() + limit
-        self._listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ, None)
+            selector.register(self._door, selectors.EVENT_READ, None)
             while len(self._ready) < request.group_size - 1:
                 for key, _ in selector.select(0.1):
                     lost = self._serve(selector, key)
@@ -221,91 +203,22 @@ class _Reception:
         """Handle the connection of ``key``, which is ready; return the rank that has ended there,
         if any.
         """
-        connection, rank = key.fileobj, key.data
-        assert isinstance(connection, socket.socket)
-        if connection is self._listener:
-            self._welcome(selector)
-        elif rank is None:
-            selector.unregister(connection)
-            del self._newcomers[connection]
-            self._greet(selector, connection)
-        elif not _is_ready(connection):
+        rank = key.data
+        if rank is None:
+            for joined, connection in self._door.admit(0).items():
+                try:
+                    socket.send_fds(connection, [b"S"], list(self._fds))
+                except OSError:
+                    connection.close()  # the rank tells why it cannot join, if it still can
+                    continue
+                self._joined[joined] = connection
+                selector.register(connection, selectors.EVENT_READ, joined)
+        elif not _is_ready(self._joined[rank]):
             return int(rank)
         else:
             self._ready.add(rank)
-            selector.unregister(connection)
+            selector.unregister(key.fileobj)
         return None
-
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
-        """Accept all waiting connections, and do not wait for data from any: any user may have made
-        them.
-
-        If some stayed in the queue, strangers could fill the queue and keep ranks out.
-        """
-        self._drop_silent(selector)
-        for _ in range(_MAX_NEWCOMERS - len(self._newcomers)):
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                self._note_starvation(error)
-                return
-            self._starved = None
-            connection.setblocking(False)
-            if _peer_uid(connection) == os.geteuid():
-                self._greet(selector, connection)
-            else:
-                connection.close()
-
-    def _note_starvation(self, error: OSError) -> None:
-        """Handle an ``error`` of accepting a connection: raise it if file descriptors have been
-        lacking for a while.
-        """
-        if error.errno not in _OUT_OF_DESCRIPTORS:
-            return  # nobody is there
-        now = time.monotonic()
-        self._starved = self._starved or now
-        if now - self._starved > _STARVED_SECONDS:
-            raise error
-        time.sleep(0.01)  # the listener stays ready, so this loop would spin
-
-    def _greet(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        """Read a connection's greeting: hand the segment to a rank, close connections of others,
-        wait for those that have sent nothing.
-        """
-        try:
-            rank = self._rank_of(connection.recv(_HELLO.size))
-            if rank is None:
-                connection.close()
-                return
-            socket.send_fds(connection, [b"S"], list(self._fds))
-        except BlockingIOError:  # it has not sent anything yet
-            self._newcomers[connection] = time.monotonic()
-            selector.register(connection, selectors.EVENT_READ, None)
-        except OSError:
-            connection.close()
-        else:
-            self._joined[rank] = connection
-            selector.register(connection, selectors.EVENT_READ, rank)
-
-    def _drop_silent(self, selector: selectors.BaseSelector) -> None:
-        """If there are too many connections without a greeting, close those that have been silent
-        for a second.
-        """
-        if len(self._newcomers) < _MAX_NEWCOMERS:
-            return
-        latest = time.monotonic() - _HELLO_SECONDS
-        for connection in [c for c, since in self._newcomers.items() if since < latest]:
-            del self._newcomers[connection]
-            selector.unregister(connection)
-            connection.close()
-
-    def _rank_of(self, hello: bytes) -> int | None:
-        """The rank that has sent the greeting ``hello``; None if the nonce in it is wrong, or if
-        that rank is not awaited.
-        """
-        nonce, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
-        awaited = 0 < rank < self._request.group_size and rank not in self._joined
-        return int(rank) if awaited and secrets.compare_digest(nonce, self._nonce) else None
 
     def _late(self, limit: float) -> str:
         ranks = self._request.global_ranks_in_group
@@ -319,8 +232,7 @@ class _Reception:
         """Close all connections. With ``go``, first tell the ranks that have joined to go on;
         without, they read the verdict in the store.
         """
-        for connection in self._newcomers:
-            connection.close()
+        self._door.close()
         for connection in self._joined.values():
             try:
                 if go:
@@ -389,9 +301,9 @@ def _enter(
 ) -> _Ends:
     """Connect to rank 0, prove to be a rank of the job, and map the segment."""
     connection.connect(f"\0{name}")
-    if _peer_uid(connection) != os.geteuid():
+    if other_user_of(connection) is not None:
         raise PermissionError("the first rank of the group runs as another user")
-    connection.send(_HELLO.pack(nonce, request.group_rank))
+    knock(connection, nonce, request.group_rank)
     connection.settimeout(request.timeout.total_seconds())
     return _map(connection, request.group_rank, request.group_size, nonce)
 
@@ -454,9 +366,3 @@ def _refuse(request: DistributedBackendOptions, identity: str, error: Exception)
 def _host_identity() -> str:
     """A name of this host, for messages only."""
     return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, uid, _ = struct.unpack("=iII", credentials)
-    return int(uid)

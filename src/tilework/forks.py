@@ -1,4 +1,4 @@
-"""Stores in a process that forks.
+"""Objects in a process that forks.
 
 A forked child inherits locks that another thread may have held, and descriptors that it must
 not share: a connection would carry two conversations, a server's sockets would hide the
