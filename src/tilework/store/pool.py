@@ -29,7 +29,7 @@ _HANG_UP_SECONDS: Final = 10.0
 #: Pauses between attempts to connect, first and longest.
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
-_READ_BYTES: Final = 256 << 10
+_READ_BYTES: Final = 64 << 10
 _MAX_IDLE: Final = 8
 
 

@@ -33,7 +33,7 @@ _GREETING_SECONDS: Final = 30.0
 _ACCEPT_PAUSE_SECONDS: Final = 0.2
 #: Connections accepted per turn, so that a flood does not starve those that are there.
 _ACCEPTS_PER_TURN: Final = 64
-_READ_BYTES: Final = 256 << 10
+_READ_BYTES: Final = 64 << 10
 #: The share of this process's descriptors for connections that have not greeted.
 _STRANGERS_SHARE: Final = 1 / 4
 
