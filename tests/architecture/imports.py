@@ -22,6 +22,7 @@ LAYERS = (
     "cores",
     "forks",
     "framed",
+    "memory_files",
     "wait_graph",
     "layout",
     "show",

@@ -12,8 +12,9 @@ import torch
 from tests.faults.forked_ranks import Holdings
 from tests.rpc.joined_ranks import fork_and_wait, identity, only, this_agent, together, until
 from tilework import rpc
+from tilework.memory_files import MemoryFile
 from tilework.rpc import shared_buffers
-from tilework.rpc.shared_buffers import LEAST_BYTES, MappedBuffers, Probe, SharedBufferPool
+from tilework.rpc.shared_buffers import LEAST_BYTES, MappedBuffers, SharedBufferPool
 
 SIZE = 2 * LEAST_BYTES
 
@@ -130,7 +131,7 @@ def test_tensors_that_are_kept_stay_what_they_were() -> None:
 
 
 def test_who_cannot_open_the_file_gets_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Probe, "readable", lambda self: False)
+    monkeypatch.setattr(MemoryFile, "is_reachable", lambda self: False)
 
     def act() -> Any:
         for _ in range(2):

@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from tilework.errors import DistError
+from tilework.memory_files import MemoryFile
 from tilework.store import PrefixStore, Store, UnixStore
 
 #: Where the launcher publishes it, unless in the job's store.
@@ -119,24 +118,20 @@ def has_ended(identity: str) -> bool:
     return thread is None or not thread.is_alive()
 
 
-@dataclass(slots=True)
-class _Mark:
+_marking = threading.Lock()
+
+
+@cache
+def _marking_file() -> MemoryFile:
     """The memory file that marks the program which runs in this process: exec closes the file."""
-
-    descriptor: int = -1
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-_own_mark = _Mark()
+    return MemoryFile.create("program")
 
 
 def _mark() -> str:
     """The mark of this program, ``descriptor:inode`` of the memory file; "-" where it has none."""
-    with _own_mark.lock, contextlib.suppress(OSError):
-        if _own_mark.descriptor < 0 and sys.platform == "linux":
-            _own_mark.descriptor = os.memfd_create("tilework-program", os.MFD_CLOEXEC)
-        if _own_mark.descriptor >= 0:
-            return f"{_own_mark.descriptor}:{os.fstat(_own_mark.descriptor).st_ino}"
+    with _marking, contextlib.suppress(OSError):
+        fd = _marking_file().fd
+        return f"{fd}:{os.fstat(fd).st_ino}"
     return "-"
 
 

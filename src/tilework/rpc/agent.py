@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from tilework.comm.per_call.internal import Site, run_soon, user_frame
 from tilework.errors import DistError, RpcTimeoutError
+from tilework.memory_files import MemoryFile
 from tilework.rpc.agent_protocol import current_agent
 from tilework.rpc.calls import (
     BlockingCall,
@@ -32,7 +33,7 @@ from tilework.rpc.message import NO_FILE, MessageKind, Ref, RpcMessage, decode, 
 from tilework.rpc.payload import RemoteFailure
 from tilework.rpc.references import Owned
 from tilework.rpc.rref import RRef, fill
-from tilework.rpc.shared_buffers import MappedBuffers, Probe, SharedBufferPool
+from tilework.rpc.shared_buffers import MappedBuffers, SharedBufferPool
 from tilework.rpc.transport import Transport
 from tilework.rpc.workers import Directory, Timeout, To, timeout_seconds
 
@@ -123,7 +124,7 @@ class Agent:
         workers: Directory,
         transport: Transport,
         shared_buffers: SharedBufferPool,
-        probes: Sequence[Probe],
+        probes: Sequence[MemoryFile],
         rpc_timeout: float,
         idle_threads: int,
     ) -> None:
@@ -318,7 +319,7 @@ class Agent:
 
     def _outcome(self, call: RemoteCall, received: Received) -> Any:
         """The result in the answer ``received`` to ``call``; raises the exception in the answer."""
-        if received.lacks_memory and not self._probes[received.message.sender].readable():
+        if received.lacks_memory and not self._probes[received.message.sender].is_reachable():
             raise call.lost()  # it answered and died before this rank opened the memory
         result = received.load()
         if received.message.kind == MessageKind.ERROR:

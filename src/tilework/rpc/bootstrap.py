@@ -19,10 +19,11 @@ from tilework.errors import (
     StoreTimeoutError,
     text_of,
 )
+from tilework.memory_files import MemoryFile
 from tilework.rendezvous import rendezvous
 from tilework.rpc.agent import Agent
 from tilework.rpc.agent_protocol import RpcState
-from tilework.rpc.shared_buffers import Probe, SharedBufferPool
+from tilework.rpc.shared_buffers import SharedBufferPool
 from tilework.rpc.transport import Transport, agree_on_keys
 from tilework.rpc.workers import Directory, RpcBackendOptions, check_name
 from tilework.store import PrefixStore, Store
@@ -47,7 +48,7 @@ class Card:
     """Equal where ranks may reach each other without a network."""
     address: str
     """Where it listens for those."""
-    probe: Probe
+    probe: MemoryFile
     """The memory file by which others test whether they can open this rank's files."""
 
 
@@ -171,7 +172,7 @@ class Meeting:
 
 def _card(text: str) -> Card:
     fields = json.loads(text)
-    return Card(**{**fields, "probe": Probe(*fields["probe"])})
+    return Card(**{**fields, "probe": MemoryFile(*fields["probe"])})
 
 
 #: The longest that a rank waits for the others to call init_rpc.

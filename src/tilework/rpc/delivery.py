@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilework.errors import DistError
+from tilework.memory_files import MemoryFile
 from tilework.rpc.message import NEW, NO_FILE, File, MessageKind, Ref, RpcMessage, encode
 from tilework.rpc.payload import Payload, load
 from tilework.rpc.references import Owned, References
 from tilework.rpc.rref import RRef
-from tilework.rpc.shared_buffers import LEAST_BYTES, Probe, SharedBufferPool, place
+from tilework.rpc.shared_buffers import LEAST_BYTES, SharedBufferPool, place
 from tilework.rpc.transport import Transport
 
 
@@ -23,14 +24,10 @@ class Sender:
         rank: int,
         transport: Transport,
         shared_buffers: SharedBufferPool,
-        probes: Sequence[Probe],
+        probes: Sequence[MemoryFile],
     ) -> None:
-        self._rank, self._transport, self._shared_buffers, self._probes = (
-            rank,
-            transport,
-            shared_buffers,
-            probes,
-        )
+        self._rank, self._transport = rank, transport
+        self._shared_buffers, self._probes = shared_buffers, probes
         self.references = References(rank, self.notify, transport.wake)
         #: Ranks that can open this one's memory files.
         self.readers: set[int] = set()
@@ -93,7 +90,7 @@ class Sender:
 
     def hello(self, to: int) -> bytes:
         """The first message to rank ``to``: can this rank open the memory files of ``to``?"""
-        return b"".join(encode(MessageKind.HELLO, self._rank, int(self._probes[to].readable())))
+        return b"".join(encode(MessageKind.HELLO, self._rank, int(self._probes[to].is_reachable())))
 
 
 @dataclass(slots=True, eq=False)

@@ -10,15 +10,17 @@ it are gone, however they ended.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-import secrets
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
+
+from tilework.memory_files import NO_MEMORY_FILE, MemoryFile
 
 _ALIGNMENT: Final = 64
 #: Buffers from this size on are worth a file.
@@ -27,31 +29,6 @@ LEAST_BYTES: Final = 64 << 10
 _MOST_FILES: Final = 32
 _MOST_BYTES: Final = 128 << 20
 _KEPT_SECONDS: Final = 2.0
-
-
-class Probe(NamedTuple):
-    """A memory file by which another process tests whether it can open this process's memory files.
-
-    Attributes:
-        pid: The process that has made the file.
-        fd: The number of the file's descriptor in that process.
-        token: The contents of the file.
-    """
-
-    pid: int
-    fd: int
-    token: str
-
-    def readable(self) -> bool:
-        """True if this process can open the memory files of the process that made the probe."""
-        try:
-            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            return os.pread(fd, len(self.token) + 1, 0) == self.token.encode()
-        finally:
-            os.close(fd)
 
 
 class _File(NamedTuple):
@@ -72,9 +49,10 @@ class SharedBufferPool:
         self._returning: dict[int, _File] = {}
         #: Those that were returned and when, oldest first.
         self._unused: deque[tuple[float, _File]] = deque()
-        token = secrets.token_hex(16)
-        fd = _write_file(None, [memoryview(token.encode())], [0])
-        self.probe = Probe(os.getpid(), -1 if fd is None else fd, token)
+        #: A file by which other ranks find out whether they can open this rank's files.
+        self.probe = NO_MEMORY_FILE
+        with contextlib.suppress(OSError):  # the system has no memory files
+            self.probe = MemoryFile.create("rpc")
 
     def share(
         self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]
@@ -165,7 +143,7 @@ class SharedBufferPool:
             self._shared.clear()
             self._returning.clear()
             self._unused.clear()
-            self.probe = self.probe._replace(fd=-1)
+            self.probe = NO_MEMORY_FILE
         for fd in numbers:
             if fd >= 0:
                 os.close(fd)
@@ -266,11 +244,8 @@ def place(sizes: Sequence[int]) -> list[int]:
 
 def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
     """Write ``parts`` to the file ``fd``, or to a new file; None if writing failed."""
-    if not hasattr(os, "memfd_create"):
-        return None
     try:
-        if fd is None:
-            fd = os.memfd_create("tilework-rpc", os.MFD_CLOEXEC)
+        fd = MemoryFile.create("rpc").fd if fd is None else fd
         for part, offset in zip(parts, offsets, strict=True):
             _write(fd, part, offset)
     except OSError:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from typing import Final
 
 from tilework.errors import DistStoreError
+from tilework.memory_files import MemoryFile
 from tilework.store import Store
 
 if sys.platform != "win32":
@@ -84,7 +85,7 @@ class MemoryRegisters(Registers):
     @staticmethod
     def create() -> int:
         """The descriptor of a new, empty file; Linux only."""
-        fd = os.memfd_create("tilework-registers", os.MFD_CLOEXEC)
+        fd = MemoryFile.create("registers").fd
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         return fd
 

@@ -12,6 +12,7 @@ hosts, or on request, a slot is sent to ``replicas`` ranks at a distance in rank
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.internal import agree, irecv, isend
+from tilework.memory_files import NO_MEMORY_FILE, MemoryFile
 
 SLOTS: Final = 2
 #: The tag of messages in the default group: a number that no program would choose.
@@ -210,42 +212,26 @@ def make_slots(layout: AreaLayout, replicas: int, group: ProcessGroup, shared: b
 
 
 def _shared_slots(layout: AreaLayout, group: ProcessGroup) -> SharedSlots | None:
-    rank, token = group.rank(), os.urandom(16).hex()
-    own = _memory_file(layout.area(rank), token)
+    rank = group.rank()
+    own = NO_MEMORY_FILE
+    with contextlib.suppress(OSError):  # the system has no memory files
+        own = MemoryFile.create("slots")
+
+    def prepare() -> tuple[int, int, str]:
+        if own.fd >= 0:
+            os.ftruncate(own.fd, layout.area(rank))
+            os.pwrite(own.fd, _STAMP.pack(_NEVER, 0) * SLOTS, 0)
+        return own.pid, own.fd, own.name
+
     fds: list[int] = []
     try:
-        offers = agree(lambda: (os.getpid(), own, token), group)
-        fds = [_open(*offer) for offer in offers]
+        fds = [MemoryFile(*offer).open(os.O_RDWR) for offer in agree(prepare, group)]
         # After this agreement every rank has all files open.
         if not all(agree(lambda: min(fds) >= 0, group)):
             return None
-        os.pwrite(own, _STAMP.pack(_NEVER, 0) * SLOTS, 0)  # as long as the token
         slots, fds = SharedSlots(layout, rank, fds), []
         return slots
     finally:
-        for fd in (own, *fds):
+        for fd in (own.fd, *fds):
             if fd >= 0:
                 os.close(fd)
-
-
-def _memory_file(nbytes: int, token: str) -> int:
-    """A memory file that begins with a token; -1 where the system lacks memory files."""
-    try:
-        fd = os.memfd_create("tilework-slots", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):
-        return -1
-    os.ftruncate(fd, nbytes)
-    os.pwrite(fd, token.encode(), 0)
-    return fd
-
-
-def _open(pid: int, fd: int, token: str) -> int:
-    """Another rank's file; -1 if it cannot be opened, or has another token."""
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    if os.pread(opened, len(token), 0) != token.encode():
-        os.close(opened)
-        return -1
-    return opened
