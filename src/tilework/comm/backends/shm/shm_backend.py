@@ -89,11 +89,14 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     name = f"tilework-shm-{secrets.token_hex(16)}"
     ranks = request.group_size
     tunables = group_tunables(ranks, _cpus_of_all(request), lambda: _await_others(request))
-    fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, tunables)
-    registers_fd, group = -1, None
-    try:
+    with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
+        fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, tunables)
+        always.callback(os.close, fd)
         registers_fd = MemoryRegisters.create()
-        group = _take_end(fd, 0, request.group_size, nonce)
+        registers = MemoryRegisters(registers_fd)
+        undo.callback(registers.close)
+        group = _take_end(fd, 0, ranks, nonce)
+        undo.callback(group.close)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{name}")
             listener.listen(MAX_CALLERS)
@@ -106,19 +109,10 @@ def _host(request: DistributedBackendOptions) -> _Ends:
                 request.store.set("shm/verdict", verdict)
             finally:
                 reception.dismiss(go=verdict == _FINE)
-    except BaseException:
-        if group is not None:
-            group.close()
-        if registers_fd >= 0:
-            os.close(registers_fd)
-        raise
-    finally:
-        os.close(fd)
-    if verdict != _FINE:
-        group.close()
-        os.close(registers_fd)
-        raise _error_of(verdict)
-    return group, MemoryRegisters(registers_fd)
+        if verdict != _FINE:
+            raise _error_of(verdict)
+        undo.pop_all()
+        return group, registers
 
 
 def _await_others(request: DistributedBackendOptions) -> None:
