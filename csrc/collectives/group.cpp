@@ -9,6 +9,12 @@
 namespace tilework {
 namespace {
 
+void check_rank(int rank, int size) {
+  if (rank < 0 || rank >= size)
+    throw std::invalid_argument("rank: " + std::to_string(rank) + " given, 0 to size - 1 (" +
+                                std::to_string(size - 1) + ") is possible");
+}
+
 size_t bytes_of(const Operation& operation) {
   size_t bytes = 0;
   for (const Buffers* side : {&operation.inputs, &operation.outputs})
@@ -70,21 +76,50 @@ class Group::ActiveCall {
 
 thread_local Group::ActiveCall* Group::ActiveCall::innermost = nullptr;
 
-std::shared_ptr<Group> Group::make(int fd, int rank, int size, const std::string& nonce) {
-  if (rank < 0 || rank >= size)
-    throw std::invalid_argument("rank: " + std::to_string(rank) + " given, 0 to size - 1 (" +
-                                std::to_string(size - 1) + ") is possible");
-  std::shared_ptr<Group> group(new Group(fd, rank, size, nonce));
+/// The groups whose own thread this is: where ranks are threads, they have left when it ends.
+struct Group::ThreadEnd {
+  std::vector<std::weak_ptr<Group>> groups;
+
+  void add(const std::shared_ptr<Group>& group) {
+    const auto gone = [](const std::weak_ptr<Group>& each) { return each.expired(); };
+    groups.erase(std::remove_if(groups.begin(), groups.end(), gone), groups.end());
+    groups.push_back(group);
+  }
+  ~ThreadEnd() {
+    for (const std::weak_ptr<Group>& each : groups)
+      if (const std::shared_ptr<Group> group = each.lock()) group->leave();
+  }
+};
+
+std::shared_ptr<Group> Group::make(int fd, int rank, int size, const std::string& nonce,
+                                   bool of_threads) {
+  check_rank(rank, size);
+  return own(rank, std::make_unique<Engine>(rank, fd, size, nonce, of_threads));
+}
+
+std::shared_ptr<Group> Group::beside(int rank) {
+  ActiveCall active(*this);
+  check_rank(rank, size_);
+  const Segment* segment = &engine_->context.segment;
+  if (!segment->of_threads()) throw std::invalid_argument("the ranks of this group are processes");
+  return own(rank, std::make_unique<Engine>(rank, segment));
+}
+
+std::shared_ptr<Group> Group::own(int rank, std::unique_ptr<Engine> engine) {
+  thread_local ThreadEnd thread_end;
+  const bool of_threads = engine->context.segment.of_threads();
+  std::shared_ptr<Group> group(new Group(rank, std::move(engine)));
   group->engine_->point_to_point.set_owner(group);
+  if (of_threads) thread_end.add(group);
   return group;
 }
 
-Group::Group(int fd, int rank, int size, const std::string& nonce)
+Group::Group(int rank, std::unique_ptr<Engine> engine)
     : rank_(rank),
-      size_(size),
+      size_(engine->context.size),
       pid_(getpid()),
       generation_(fork_generation()),
-      engine_(std::make_unique<Engine>(fd, rank, size, nonce)),
+      engine_(std::move(engine)),
       cores_(engine_->context.cores()) {}
 
 Group::~Group() {
@@ -527,6 +562,16 @@ std::optional<Abort> Group::aborted() {
 }
 
 // ---- closing ---------------------------------------------------------------------------------
+
+/// Tell the others that this rank has left; nothing of the group is freed.
+void Group::leave() {
+  try {
+    ActiveCall active(*this);
+    control(rank_).departed.store(1);
+    engine_->context.segment.notify_all_ranks();
+  } catch (const Fault&) {  // closed, or in a forked child
+  }
+}
 
 void Group::close() {
   if (in_forked_child() || closing_.load()) return;

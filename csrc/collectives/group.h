@@ -29,7 +29,11 @@ struct Statistics {
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  static std::shared_ptr<Group> make(int fd, int rank, int size, const std::string& nonce);
+  /// `of_threads`: the other ranks are threads of this process, and come by beside().
+  static std::shared_ptr<Group> make(int fd, int rank, int size, const std::string& nonce,
+                                     bool of_threads = false);
+  /// The end of another rank, whose thread calls this. A rank has left the group when its thread ends.
+  std::shared_ptr<Group> beside(int rank);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -104,18 +108,25 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// The members that need the segment mapped; gone once the group is closed and no call active.
   struct Engine {
-    Engine(int fd, int rank, int size, const std::string& nonce)
-        : context(fd, rank, size, nonce), collectives(context), point_to_point(context) {}
+    template <class... Place>
+    explicit Engine(int rank, const Place&... place)
+        : context(rank, place...), collectives(context), point_to_point(context) {}
     RankContext context;
     Collectives collectives;
     PointToPoint point_to_point;
   };
 
-  Group(int fd, int rank, int size, const std::string& nonce);
+  Group(int rank, std::unique_ptr<Engine> engine);
+  static std::shared_ptr<Group> own(int rank, std::unique_ptr<Engine> engine);
+  struct ThreadEnd;
+  void leave();
 
   RankControl& control(int rank) const { return engine_->context.segment.control(rank); }
+  /// Threads share an interpreter: who stayed awake for long would take time from the awaited one.
   Pace pace() const {
-    return engine_->context.history.pace(pace_for(size_, cores_.load(std::memory_order_relaxed)));
+    const Pace usual = pace_for(size_, cores_.load(std::memory_order_relaxed));
+    const RankContext& context = engine_->context;
+    return context.segment.of_threads() ? usual : context.history.pace(usual);
   }
   Pace background_pace() const {
     return background_pace_for(size_, cores_.load(std::memory_order_relaxed));

@@ -8,15 +8,6 @@
 
 namespace tilework {
 
-RankContext::RankContext(int fd, int rank_, int size_, const std::string& nonce)
-    : segment(fd, size_, nonce),
-      rank(rank_),
-      size(size_),
-      liveness(segment, rank_),
-      memory(segment, rank_) {
-  register_process(segment.control(rank), rank, liveness.held());
-}
-
 namespace {
 
 /// What the limits of all ranks that have joined come to.

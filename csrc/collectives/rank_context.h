@@ -25,7 +25,16 @@ struct Abort {
 Fault peer_lost_fault(const std::vector<int>& died, const std::vector<int>& gone);
 
 struct RankContext final : CoreMates {
-  RankContext(int fd, int rank, int size, const std::string& nonce);
+  /// `place`: what the segment is made of.
+  template <class... Place>
+  explicit RankContext(int rank_, const Place&... place)
+      : segment(place...),
+        rank(rank_),
+        size(segment.size()),
+        liveness(segment, rank_),
+        memory(segment, rank_) {
+    register_process(segment, rank, liveness.held());
+  }
 
   /// The abort of the group, none if there was none.
   std::optional<Abort> aborted() const;

@@ -73,7 +73,9 @@ nb::dict dict_of(Tunables tunables) {
 
 void bind_group(nb::module_& m) {
   nb::class_<PyGroup>(m, "Group")
-      .def(nb::init<int, int, int, const nb::bytes&>(), "fd"_a, "rank"_a, "size"_a, "nonce"_a)
+      .def(nb::init<int, int, int, const nb::bytes&, bool>(), "fd"_a, "rank"_a, "size"_a, "nonce"_a,
+           "of_threads"_a = false)
+      .def("beside", &PyGroup::beside, "rank"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "reduce_op"_a, "root"_a, "factor"_a,
            "inputs"_a, "outputs"_a, "label"_a, "timeout"_a)
       .def("submit", &PyGroup::submit, "kind"_a, "dtype"_a, "reduce_op"_a, "root"_a, "factor"_a,
@@ -524,6 +526,7 @@ NB_MODULE(_core, m) {
   watch_forks();
   m.attr("ABI") = kAbi;
   m.attr("DEFAULT_SLOT_BYTES") = kDefaultSlotBytes;
+  m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("DEFAULT_TUNABLES") = dict_of({});
   m.attr("NEVER_BYTES") = kNeverBytes;
   m.attr("KINDS") = names_of(kKindNames, kKinds);

@@ -96,10 +96,10 @@ nb::object PyCompletion::fault() const {
   return fault ? nb::object(fault_args(*fault)) : nb::none();
 }
 
-PyGroup::PyGroup(int fd, int rank, int size, const nb::bytes& nonce)
-    : group_(Group::make(fd, rank, size, std::string(nonce.c_str(), nonce.size()))) {
-  close_at_exit(group_);
-}
+PyGroup::PyGroup(int fd, int rank, int size, const nb::bytes& nonce, bool of_threads)
+    : PyGroup(Group::make(fd, rank, size, {nonce.c_str(), nonce.size()}, of_threads)) {}
+
+PyGroup::PyGroup(std::shared_ptr<Group> group) : group_(std::move(group)) { close_at_exit(group_); }
 
 PyGroup::~PyGroup() {
   if (group_->in_forked_child()) {

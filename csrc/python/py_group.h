@@ -20,7 +20,8 @@ struct PyCompletion {
 
 class PyGroup {
  public:
-  PyGroup(int fd, int rank, int size, const nb::bytes& nonce);
+  PyGroup(int fd, int rank, int size, const nb::bytes& nonce, bool of_threads);
+  explicit PyGroup(std::shared_ptr<Group> group);
   PyGroup(const PyGroup&) = delete;
   PyGroup& operator=(const PyGroup&) = delete;
   ~PyGroup();
@@ -39,6 +40,7 @@ class PyGroup {
   /// with the GIL.
   int transfer(const RequestPtr& request);
 
+  PyGroup* beside(int rank) const { return new PyGroup(group_->beside(rank)); }
   nb::list headers();
   void report_failure(const nb::str& text);
   nb::list failure_reports(double timeout);

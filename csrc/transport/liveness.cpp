@@ -86,9 +86,12 @@ int take_lock(int file, int rank) {
 
 }  // namespace
 
-void register_process(RankControl& mine, int rank, bool held) {
-  mine.pid_namespace.store(pid_namespace());
-  mine.start_time.store(read_stat(getpid()).start_time);
+void register_process(const Segment& segment, int rank, bool held) {
+  RankControl& mine = segment.control(rank);
+  if (!segment.of_threads()) {  // threads do not watch each other's processes
+    mine.pid_namespace.store(pid_namespace());
+    mine.start_time.store(read_stat(getpid()).start_time);
+  }
   uint64_t cores[kCoreWords];
   read_usable_cores(cores);
   for (int i = 0; i < kCoreWords; ++i) mine.cores[i].store(cores[i]);
@@ -103,9 +106,9 @@ void register_process(RankControl& mine, int rank, bool held) {
 Liveness::Liveness(const Segment& segment, int rank)
     : segment_(segment),
       rank_(rank),
-      lock_fd_(take_lock(segment.fd(), rank)),
+      lock_fd_(segment.of_threads() ? -1 : take_lock(segment.fd(), rank)),
       peers_(segment.size()),
-      namespace_(pid_namespace()) {
+      namespace_(segment.of_threads() ? 0 : pid_namespace()) {
   peers_[rank].state = State::kUnwatchable;
 }
 

@@ -16,11 +16,11 @@
 namespace tilework {
 
 /// Write this process's identity into the rank's control block; throws if the rank is taken.
-void register_process(RankControl& mine, int rank, bool held);
+void register_process(const Segment& segment, int rank, bool held);
 
 class Liveness {
  public:
-  /// Takes this rank's lock, if the kernel grants it.
+  /// Takes this rank's lock, if the kernel grants it. Threads take none: all end with their process.
   Liveness(const Segment& segment, int rank);
   ~Liveness();
 

@@ -149,19 +149,30 @@ int create_segment(int size, size_t slot_bytes, const std::string& nonce,
   return file.release();
 }
 
-Segment::Segment(int fd, int size, const std::string& nonce)
+Segment::Segment(int fd, int size, const std::string& nonce, bool of_threads)
     : layout_(checked_layout(fd, size, nonce)),
       tunables_(checked_tunables(fd, layout_)),
-      fd_(duplicate(fd)),
+      file_(std::make_shared<File>(duplicate(fd))),
       number_(file_number(fd)),
-      mapping_(std::make_unique<Mapping>(fd_.fd, 0, layout_.arenas)),
+      of_threads_(of_threads),
+      mapping_(std::make_shared<Mapping>(file_->fd, 0, layout_.arenas)),
       base_(mapping_->base()),
       arenas_(size) {}
+
+Segment::Segment(const Segment* mate)
+    : layout_(mate->layout_),
+      tunables_(mate->tunables_),
+      file_(mate->file_),
+      number_(mate->number_),
+      of_threads_(true),
+      mapping_(mate->mapping_),
+      base_(mate->base_),
+      arenas_(mate->size()) {}
 
 std::shared_ptr<Arena> Segment::own_arena(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!own_arena_)
-    own_arena_ = std::make_shared<Arena>(duplicate(fd_.fd), arena(rank), layout_.arena_bytes);
+    own_arena_ = std::make_shared<Arena>(duplicate(fd()), arena(rank), layout_.arena_bytes);
   has_arena_ = true;
   return own_arena_;
 }
@@ -181,7 +192,7 @@ char* Segment::in_arena(int rank, uint64_t offset, size_t bytes) const {
     throw std::out_of_range("beyond the arena");
   std::lock_guard<std::mutex> lock(mutex_);
   auto& mapping = arenas_[rank];
-  if (!mapping) mapping = std::make_unique<Mapping>(fd_.fd, arena(rank), layout_.arena_bytes);
+  if (!mapping) mapping = std::make_unique<Mapping>(fd(), arena(rank), layout_.arena_bytes);
   return mapping->base() + offset;
 }
 

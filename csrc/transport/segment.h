@@ -175,8 +175,11 @@ struct File {
 /// A mapping of a group's segment.
 class Segment {
  public:
-  /// Check seals, size and header (std::invalid_argument), then map the segment.
-  Segment(int fd, int size, const std::string& nonce);
+  /// Check seals, size and header (std::invalid_argument), then map the segment. `of_threads`: all ranks
+  /// will be threads of this process, which share the mapping.
+  Segment(int fd, int size, const std::string& nonce, bool of_threads = false);
+  /// The same mapping, for another rank.
+  explicit Segment(const Segment* mate);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -187,6 +190,7 @@ class Segment {
   size_t ring_bytes() const { return layout_.ring_bytes; }
   const Tunables& tunables() const { return tunables_; }
   void set_tunables(const Tunables& tunables) { tunables_ = tunables; }
+  bool of_threads() const { return of_threads_; }
   /// A number that tells segments apart while they exist.
   uint64_t number() const { return number_; }
 
@@ -211,7 +215,7 @@ class Segment {
     return base_ + layout_.channels + channel(source, destination) * layout_.ring_bytes;
   }
   /// The memory file; it stays open.
-  int fd() const { return fd_.fd; }
+  int fd() const { return file_->fd; }
   /// Replace [data, data + bytes), if it lies in this rank's arena, by private memory: same contents and
   /// address, but out of peers' reach.
   void detach(const char* data, size_t bytes) const;
@@ -232,9 +236,10 @@ class Segment {
 
   SegmentLayout layout_;
   Tunables tunables_;
-  File fd_;
+  std::shared_ptr<File> file_;
   uint64_t number_;
-  std::unique_ptr<Mapping> mapping_;
+  bool of_threads_;
+  std::shared_ptr<Mapping> mapping_;
   char* base_;
   mutable std::mutex mutex_;  // guards the members below
   mutable std::shared_ptr<Arena> own_arena_;

@@ -17,6 +17,8 @@ ABI: int
 
 #: Slots of this size measure best; the argument for create_segment where there is no other reason.
 DEFAULT_SLOT_BYTES: int
+#: The most ranks of a group.
+MAX_RANKS: int
 
 class Fault(RuntimeError):
     """What the core raises; the shm backend turns it into tilework's errors.
@@ -315,9 +317,14 @@ class PostedCall:
 class Group:
     """One rank's end of a group. All methods may be called from any thread."""
 
-    def __init__(self, fd: int, rank: int, size: int, nonce: bytes) -> None:
+    def __init__(self, fd: int, rank: int, size: int, nonce: bytes, of_threads: bool = ...) -> None:
         """Map the segment (fd may be closed afterwards), check magic, ABI, size, nonce and
-        seals (ValueError otherwise), publish this rank's pid. Does not wait for peers."""
+        seals (ValueError otherwise), publish this rank's pid. Does not wait for peers.
+        `of_threads`: the other ranks are threads of this process, and come by `beside`."""
+
+    def beside(self, rank: int) -> Group:
+        """The end of `rank`, whose own thread calls this; it shares this end's mapping. With
+        `of_threads` a rank has left the group, for the others, when its own thread ends."""
 
     # Buffers are (address, bytes). N = size. What each kind takes:
     #   barrier         inputs []                outputs []

@@ -43,6 +43,20 @@ def test_a_receiver_notices_that_its_sender_died() -> None:
         assert receiver.says()[:3] == ["peer_lost", [0], "rank 0 left the group"]
 
 
+def test_a_thread_that_ended_has_left() -> None:
+    ends: list[_core.Group] = []
+    fd = _core.create_segment(2, _core.DEFAULT_SLOT_BYTES, NONCE)
+    first = _core.Group(fd, 0, 2, NONCE, of_threads=True)
+    os.close(fd)
+    other = threading.Thread(target=lambda: ends.append(first.beside(1)))
+    other.start()
+    begun = time.monotonic()
+    with pytest.raises(_core.Fault) as caught:
+        first.run(_core.KINDS["barrier"], 0, 0, 0, 1.0, [], [], 0, 60.0)
+    assert caught.value.args == ("peer_lost", (1,), "rank 1 left the group")
+    assert time.monotonic() - begun < PROMPTLY
+
+
 def test_a_stopped_rank_is_named_at_the_timeout() -> None:
     with workers(2, "loop_impatient") as (_, ranks):
         assert [rank.says() for rank in ranks] == ["ready"] * 2
