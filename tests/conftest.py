@@ -125,3 +125,9 @@ def compilers() -> None:
         warnings.simplefilter("ignore")  # torch warns of what torch itself does
         for name in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
             importlib.import_module(name)
+
+
+@pytest.fixture
+def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads meet in Python, as where the core is not installed."""
+    monkeypatch.setattr("tilework.comm.backends.threads.threads_backend._core", None)

@@ -59,9 +59,21 @@ class TestShmBetweenProcesses(
         return run_ranks(n, fn, kind="processes", backend="shm", timeout=LIMIT)
 
 
-class TestShmBetweenThreads(ProcessGroupContract):
+class TestThreads(ProcessGroupContract):
+    """The core between threads."""
+
     world_sizes = (1, 2, 4, 5)
     # Five of the core's slots, and a bit.
+    large = 700_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, kind="threads", backend="threads", timeout=LIMIT)
+
+
+class TestShmBetweenThreads(BroadcastSuite, AllReduceSuite, MessageSuite, SubGroupSuite):
+    """The same, but each rank has a mapping of its own."""
+
+    world_sizes = (3,)
     large = 700_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
@@ -103,13 +115,14 @@ class TestShmSingleCopy(
             return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
 
 
-class TestThreads(ProcessGroupContract):
+class TestThreadsWithoutTheCore(ProcessGroupContract):
     world_sizes = (1, 2, 3, 5)
     # Whole tensors are handed over, never chunks.
     large = 200_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
-        return run_ranks(n, fn, kind="threads", backend="threads", timeout=LIMIT)
+        with patch("tilework.comm.backends.threads.threads_backend._core", None):
+            return run_ranks(n, fn, kind="threads", backend="threads", timeout=LIMIT)
 
 
 class TestGlooBetweenThreads(ProcessGroupContract):

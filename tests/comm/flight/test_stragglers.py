@@ -141,6 +141,7 @@ class RanksClock(threading.local):
         self.met = None
 
 
+@pytest.mark.usefixtures("without_core")  # whose clock is its own
 def test_who_waits_in_another_axis_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 waits for rank 3 along the second axis, so rank 0 waits for rank 2 along the first."""
 

@@ -133,6 +133,7 @@ def test_memory_that_fits_takes_one_collective(
     assert expected in (None, calls[0][1])
 
 
+@pytest.mark.usefixtures("without_core")  # which reads rows where they are
 @pytest.mark.parametrize(("target", "expected"), [(ROWS, "all_to_all"), (EVERYWHERE, "all_gather")])
 def test_memory_that_does_not_fit_takes_rounds(
     calls: list[tuple[int, str]], target: Tiling, expected: str

@@ -1,4 +1,4 @@
-"""Ranks as threads: the work that is done once for all, and the ranks that one waits for."""
+"""Ranks as threads without the core: the work that is done once for all, and who is awaited."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tilework.comm.backends.threads import reference, threads_backend, threads_c
 from tilework.comm.waits import by_rank
 from tilework.comm.world import get_default_group
 from tilework.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("without_core")
 
 
 def test_a_reduction_is_made_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

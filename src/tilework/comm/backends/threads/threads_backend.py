@@ -1,9 +1,12 @@
 """The ``threads`` backend: ranks are threads of one process.
 
-A group is one :class:`_Hub`. Ranks leave references to their tensors there and meet. The last rank
-to come compares the headers. For a reduction, the last rank also reduces, and each rank copies the
-result. For any other operation, each rank reads the others' tensors, and the ranks meet once more,
-so that no tensor changes while another rank reads it.
+Where the core is installed, it runs the operations: as on ``shm``, without the interpreter's lock,
+but in memory that all ranks map once, and a rank has left the group when its thread ends.
+
+Without the core, a group is one :class:`_Hub`. Ranks leave references to their tensors there and
+meet. The last rank to come compares the headers. For a reduction, the last rank also reduces, and
+each rank copies the result. For any other operation, each rank reads the others' tensors, and the
+ranks meet once more, so that no tensor changes while another rank reads it.
 
 All ranks share one interpreter. So a rank does a constant amount of work per operation if the data
 permits, and does not wake single ranks: the last rank to come wakes all. The waiting rank that
@@ -15,6 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import secrets
 import threading
 import time
 import uuid
@@ -37,6 +41,7 @@ from tilework.comm.backends.message_matcher import (
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import Header, disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
+from tilework.comm.backends.shm.shm_group import ShmEngine, ShmGroup
 from tilework.comm.backends.tensor_memory import unseen
 from tilework.comm.backends.threads.threads_collectives import (
     READ_BY_ALL,
@@ -46,9 +51,15 @@ from tilework.comm.backends.threads.threads_collectives import (
     fill,
     reduced,
 )
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.forms import Operation
 from tilework.comm.waits import by_rank
 from tilework.errors import DistBackendError
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
 
 #: Seconds between looks of a waiting rank: a constant, plus a share for each rank, since the looks
 #: of all ranks share an interpreter.
@@ -116,6 +127,8 @@ class _Hub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.look_seconds = _LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * size
+        #: The end of rank 0 in the core's group; None: without the core.
+        self.first_end: _core.Group | None = None
         self.lock = threading.Lock()
         #: Notified when all ranks have joined, and when all have reported a failure.
         self.changed = threading.Condition(self.lock)
@@ -254,7 +267,6 @@ class ThreadsEngine(PythonEngine):
         self._performed = 0
         #: The meeting of the operation in flight.
         self._meeting: _Meeting | None = None
-        hub.join(rank)
 
     # -- collectives ---------------------------------------------------------------------
 
@@ -457,24 +469,66 @@ def create_threads_group(request: DistributedBackendOptions, options: Any) -> Na
     if rank == 0:
         name = f"{os.getpid()}:{uuid.uuid4().hex}"
         with _hubs_lock:
-            _hubs[name] = _Hub(size)
+            _hubs[name] = _hub_of(size)
         store.set("threads/hub", name)
     name = store.get("threads/hub").decode()
     hub = _hubs.get(name)
     if hub is None:
+        first, process = request.global_ranks_in_group[0], name.partition(":")[0]
         message = (
             f"rank {request.global_ranks_in_group[rank]} is in process {os.getpid()}, but rank "
-            f"{request.global_ranks_in_group[0]} in process {name.partition(':')[0]}: backend "
-            f"'threads' joins threads of one process; use 'shm' for processes of one host"
+            f"{first} in process {process}: backend 'threads' joins threads of one process; use "
+            f"'shm' for processes of one host"
         )
+        if process == str(os.getpid()):
+            message = f"rank {first} has given up making group {request.group_id!r}"
         store.set("threads/refused", message)
         raise DistBackendError(message)
-    engine = ThreadsEngine(hub, rank, request.global_ranks_in_group)
-    _await_all(hub, request)
-    if rank == 0:
-        with _hubs_lock:
-            _hubs.pop(name, None)
-    return NativeGroup(engine, rank, size, request.timeout)
+    group = _end_of(hub, request)
+    try:
+        hub.join(rank)
+        _await_all(hub, request)
+    finally:
+        if rank == 0:
+            with _hubs_lock:
+                _hubs.pop(name, None)
+    return group
+
+
+class _CoreEngine(ShmEngine):
+    """The engine of a rank where the core is installed."""
+
+    name = "threads"
+
+
+class _CoreGroup(ShmGroup):
+    """A rank's end of a group where the core is installed."""
+
+    empty = ProcessGroup.empty  # other threads read any memory in place
+
+
+def _hub_of(size: int) -> _Hub:
+    """The hub of a new group, with rank 0's end of the core's group where the core can run it."""
+    hub = _Hub(size)
+    if _core is not None and size <= _core.MAX_RANKS:
+        nonce = secrets.token_bytes(16)
+        fd = _core.create_segment(size, _core.DEFAULT_SLOT_BYTES, nonce)
+        try:
+            hub.first_end = _core.Group(fd, 0, size, nonce, of_threads=True)
+        finally:
+            os.close(fd)
+    return hub
+
+
+def _end_of(hub: _Hub, request: DistributedBackendOptions) -> NativeGroup:
+    """The end of this thread's rank."""
+    rank, size = request.group_rank, request.group_size
+    first = hub.first_end
+    if first is None:
+        engine = ThreadsEngine(hub, rank, request.global_ranks_in_group)
+        return NativeGroup(engine, rank, size, request.timeout)
+    core = _CoreEngine(first if rank == 0 else first.beside(rank), size)
+    return _CoreGroup(core, rank, size, request.timeout)
 
 
 def _await_all(hub: _Hub, request: DistributedBackendOptions) -> None:
