@@ -107,10 +107,7 @@ def local_map(
             for i, pair in enumerate(zip(values, needed, strict=True))
         ]
         grads = _for_each(in_grad_placements, inputs, "in_grad_placements")
-        locals_ = [
-            _local(value, grad, inputs, outs) if isinstance(value, DTensor) else value
-            for value, grad in zip(inputs, grads, strict=True)
-        ]
+        locals_ = [_local(*pair, inputs, outs) for pair in zip(inputs, grads, strict=True)]
         result = func(*pytree.tree_unflatten(locals_, structure), **kwargs)
         results, structure = pytree.tree_flatten(result)
         if len(results) != len(outs):
@@ -202,15 +199,15 @@ def _redistributed(value: Any, needed: OnePlacements, number: int, redistribute:
 
 
 def _local(
-    value: DTensor,
-    grad: OnePlacements,
-    inputs: Sequence[Any],
-    outs: Sequence[OnePlacements],
-) -> Tensor:
+    value: Any, grad: OnePlacements, inputs: Sequence[Any], outs: Sequence[OnePlacements]
+) -> Any:
     """The local tensor of an input, whose local gradients will have the placements ``grad``.
 
-    None: the placements that follow from those of the inputs and results.
+    None: the placements that follow from those of the inputs and results. A value that is no
+    DTensor is returned as it is.
     """
+    if not isinstance(value, DTensor):
+        return value
     if grad is None and value.requires_grad and torch.is_grad_enabled():
         grad = _gradient(value, inputs, outs)
     local = value.to_local(grad_placements=grad)

@@ -12,7 +12,7 @@ and nothing is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -362,15 +362,7 @@ class _Call:
 
     def _within(self, mark: Callable[..., Tensor]) -> list[Cut] | None:
         """The cuts of results by the operators that compute them; None if these do not tell."""
-        body: Any = None
-        handler = self._entry.dtensor_handler
-        reads = handler is not None and self._entry.name.endswith(".__get__")
-        if handler is not None and reads:
-            body = partial(handler, self._func)
-        elif isinstance(self._answer, Decomposition):
-            body = None if self._entry.draws else self._answer.run
-        elif self._answer is None:
-            body = without_override_checks(self._func)
+        body = self._body()
         if body is None:
             return None
         stand_ins = [_stand_in(each.shape, each.dtype) for each in self._tensors]
@@ -378,8 +370,6 @@ class _Call:
             if cut is not None:
                 mark(stand_in, cut)
         args, kwargs = with_tensors(self._args, self._kwargs, iter(stand_ins))
-        if reads:
-            args, kwargs = [args, kwargs], {}
         try:
             with torch._C._EnableTorchFunction():
                 cuts = list(map(cut_of, tensors_in(body(*args, **kwargs))))
@@ -389,6 +379,15 @@ class _Call:
             return None
         found = [cut for cut in cuts if cut is not None]
         return found if len(found) == len(cuts) == len(self._results) else None
+
+    def _body(self) -> Callable[..., Any] | None:
+        """The function that computes results by other operators, if there is one."""
+        handler = self._entry.dtensor_handler
+        if handler is not None and self._entry.name.endswith(".__get__"):
+            return lambda *args, **kwargs: handler(self._func, args, kwargs)
+        if isinstance(self._answer, Decomposition):
+            return None if self._entry.draws else self._answer.run
+        return without_override_checks(self._func) if self._answer is None else None
 
     def _grown(self) -> list[Cut] | None:
         """The cuts of results by the dims that are longer if cut dims are; None: no sizes tell."""

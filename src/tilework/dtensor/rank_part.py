@@ -115,45 +115,53 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run an operator with at least one operand that is a part."""
-    operands = _tensors_in((*args, *kwargs.values()) if kwargs else args)
+    operands = _tensors_in((*args, *kwargs.values()))
     parts: list[Any] = [each for each in operands if each.__class__ is RankPart]
     if not parts or (name in _AS_ANOTHER and args[0].__class__ is not RankPart):
         return func(*args, **kwargs)
     plain = [each for each in operands if each.__class__ in _PLAIN]
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if plain and torch.is_grad_enabled() and any(each.requires_grad for each in plain):
-        if writes and args[0].__class__ in _PLAIN and args[0].requires_grad:
-            raise RuntimeError(_written(name, args[0]))
-        group = parts[0]._cut.layer.group
-        args = _summed(args, group)
-        kwargs = {key: _summed(value, group) for key, value in kwargs.items()}
+    if torch.is_grad_enabled() and any(each.requires_grad for each in plain):
+        args, kwargs = _with_sums(name, args, kwargs, parts[0]._cut.layer.group)
     try:
         result = func(*args, **kwargs)
     except Exception as error:
         raise of_the_part(error, func, args, kwargs) from None
     if name == "__setitem__" and args[0].__class__ is RankPart:  # refuse what reading refuses
-        cuts_of_results(
-            Tensor.__getitem__, args[:2], {}, [args[0][args[1]]], [args[0]._cut], as_rank_part
-        )
-    if writes:
-        for each in tensors_in(args[0]):
-            _mark_written(each, parts)
+        _cuts(Tensor.__getitem__, args[:2], {}, [args[0][args[1]]], args[:1])
+    if _writes(name):
+        _mark_written(tensors_in(args[0]), parts)
     results = tensors_in(result)
-    if results:
-        cuts = [each._cut for each in parts]
-        cuts = cuts_of_results(func, args, kwargs, results, cuts, as_rank_part)
-        for each, cut in zip(results, cuts, strict=True):
-            if not any(each is operand for operand in plain) or each is kwargs.get("out"):
-                as_rank_part(each, cut)
+    stay = set(map(id, plain)) - {id(kwargs.get("out"))}
+    for each, cut in zip(results, _cuts(func, args, kwargs, results, parts), strict=True):
+        if id(each) not in stay:
+            as_rank_part(each, cut)
     return result
 
 
-def _mark_written(target: Tensor, parts: list[Any]) -> None:
-    """Mark a tensor that was written, and the whole of which it is a slice, as parts."""
-    for each in (target, getattr(target, "_base", None)):
-        if each is not None:
+def _writes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _cuts(func: Any, args: Any, kwargs: Any, results: list[Tensor], parts: Any) -> list[Cut]:
+    cuts = [each._cut for each in parts]
+    return cuts_of_results(func, args, kwargs, results, cuts, as_rank_part) if results else []
+
+
+def _mark_written(targets: list[Tensor], parts: list[Any]) -> None:
+    """Mark tensors that were written, and the wholes of which they are slices, as parts."""
+    for target in targets:
+        base = getattr(target, "_base", None)
+        for each in (target,) if base is None else (target, base):
             alike = [part._cut for part in parts if part.dim() == target.dim() == each.dim()]
             as_rank_part(each, common(alike or [parts[0]._cut.layer.cut(None)]))
+
+
+def _with_sums(name: str, args: Any, kwargs: Any, group: ProcessGroup) -> tuple[Any, Any]:
+    """The arguments; the gradients of plain tensors are added up over the group."""
+    if _writes(name) and args[0].__class__ in _PLAIN and args[0].requires_grad:
+        raise RuntimeError(_written(name, args[0]))
+    named = {key: _summed(value, group) for key, value in kwargs.items()}
+    return _summed(args, group), named
 
 
 def _summed(value: Any, group: ProcessGroup) -> Any:

@@ -106,23 +106,18 @@ class _Ways:
     def add(self, outs: Sequence[Any], ins: Sequence[Any]) -> None:
         """Add one way, unless an earlier way shards one of the same dims differently."""
         pairs = list(zip(self._args, ins, strict=False))
-        partial = [(arg, its) for arg, its in pairs if isinstance(its, Partial)]
+        partial = {arg: its for arg, its in pairs if isinstance(its, Partial)}
         if partial:
-            needed = [*outs, *(its for _, its in partial)]
-            if all(isinstance(each, Partial) and each.reduce_op == "sum" for each in needed):
-                self.linear.append([arg for arg, _ in partial])
+            if all(map(_is_sum, (*outs, *partial.values()))):
+                self.linear.append([*partial])
             return
-        places = [
-            (self.dims[arg], arg.shape, placement.dim % arg.ndim)
-            for arg, placement in pairs
-            if isinstance(placement, Shard)
+        places = [(its, self.dims[arg], arg.shape) for arg, its in pairs if isinstance(its, Shard)]
+        results = zip(outs, self.out_dims, self._out_shapes, strict=False)
+        sharded = [
+            (factors, shape, its.dim % len(shape))
+            for its, factors, shape in (*places, *results)
+            if isinstance(its, Shard)
         ]
-        results = [
-            (self.out_dims[n], shape, out.dim % len(shape))
-            for n, (out, shape) in enumerate(zip(outs, self._out_shapes, strict=False))
-            if isinstance(out, Shard)
-        ]
-        sharded = [*places, *results]
         sizes = {shape[dim] for _, shape, dim in sharded}
         taken = any(factors[dim] is not None for factors, _, dim in sharded)
         reductions = {out.reduce_op for out in outs if isinstance(out, Partial)}
@@ -131,6 +126,10 @@ class _Ways:
         factor = Factor(sizes.pop(), reduce_op=next(iter(reductions), None))
         for factors, _, dim in sharded:
             factors[dim] = factor
+
+
+def _is_sum(placement: Any) -> bool:
+    return isinstance(placement, Partial) and placement.reduce_op == "sum"
 
 
 def _placements(placements: Iterable[Any]) -> list[Any]:

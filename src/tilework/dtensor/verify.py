@@ -193,18 +193,22 @@ def compare_after_step(optimizer: Optimizer) -> None:
     compared: dict[DeviceMesh, _Compared] = state.setdefault(_COMPARED, {})
     if how == "sampled" and compared and all(step < each.next_step for each in compared.values()):
         return
-    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.__class__ is DTensor:
-                by_mesh.setdefault(param._spec.mesh, []).append(param)
-    for mesh, params in by_mesh.items():
+    for mesh, params in _by_mesh(optimizer).items():
         last = compared.get(mesh)
         if not mesh.here or mesh.size() < 2 or (how == "sampled" and not _is_due(step, last)):
             continue
         with moving(step, f"the comparison after step {step} of {type(optimizer).__name__}"):
             more = _compare_quickly(optimizer, params, how == "full", _steps_until(step, last))
         compared[mesh] = _Compared(step, step + more, time.monotonic())
+
+
+def _by_mesh(optimizer: Optimizer) -> dict[DeviceMesh, list[DTensor]]:
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.__class__ is DTensor:
+                by_mesh.setdefault(param._spec.mesh, []).append(param)
+    return by_mesh
 
 
 def _is_due(step: int, last: _Compared | None) -> bool:

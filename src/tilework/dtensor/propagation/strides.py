@@ -399,19 +399,17 @@ def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Int
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     query, key, value = tensors = [given[name] for name in names[:3]]
-    mask = given.get("attn_mask")
-    batch, heads, _, depth = query.shape if query.dim() == 4 else (0, 0, 0, 0)
-    if not (
+    mask, strides = given.get("attn_mask"), input_strides(tensors)
+    has_kernel = (
         query.device.type == "cpu"
         and not given.get("dropout_p")
         and (mask is None or mask.dim() in (2, 4))
         and all(each.dim() == 4 and each.numel() for each in tensors)
-        and all((each.shape[0], each.shape[3]) == (batch, depth) for each in (key, value))
-        and (given.get("enable_gqa") or key.shape[1] == value.shape[1] == heads)
-        and all(strides[3] == 1 for strides in input_strides(tensors))
-    ):
-        return None
-    return [_like(query, strides, outputs[0]) for strides in input_strides([query])]
+        and len({(each.shape[0], each.shape[3]) for each in tensors}) == 1
+        and (given.get("enable_gqa") or query.shape[1] == key.shape[1] == value.shape[1])
+        and all(each[3] == 1 for each in strides)
+    )
+    return [_like(query, strides[0], outputs[0])] if has_kernel else None
 
 
 def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:

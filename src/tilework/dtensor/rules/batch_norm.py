@@ -77,13 +77,13 @@ def _batch_norm(
         return None  # torch raises
     use = training or running_mean is None
     writes = training and running_mean is not None
-    over = [dim for dim in range(input.ndim) if dim != 1]
+    over = [0, *range(2, input.ndim)]
     # In place only if nothing moves: a write to a moved copy would be lost.
     if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_distributed, every)))):
         return Decomposition(_over_ranks)
     c = Factor(input.shape[1], "c", unshardable=writes or any(map(_has_empty_channels, every)))
     others = unshardable if use else factors_of
-    n, *spatial = others([input.shape[dim] for dim in over])
+    n, *spatial = others((input.shape[0], *input.shape[2:]))
     dims = [n, c, *spatial]
     inputs: dict[Arg, Any] = {**dict.fromkeys(every[1:], (c,)), input: dims}
     function: Any = torch.batch_norm

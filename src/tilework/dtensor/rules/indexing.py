@@ -227,18 +227,10 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
     indices of its True elements.
     """
-    items = [_tensor_of(item) for item in (index if isinstance(index, tuple) else (index,))]
-    used = sum(_dims_indexed(item) for item in items)
-    if used > input.dim():
-        raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
-    if not any(item is Ellipsis for item in items):
-        items.append(Ellipsis)
-    at = next(i for i, item in enumerate(items) if item is Ellipsis)
-    items[at : at + 1] = [slice(None)] * (input.dim() - used)
     first: list[Any] = []
     then: list[Any] = []
     dim = 0
-    for item in items:
+    for item in _items(input, index):
         if item is None or isinstance(item, bool):
             first.append(None)
             then.append(None if item is None else _bool_index(item, input))
@@ -258,6 +250,17 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     if any(item != slice(None) for item in first):
         basic = cast(DTensor, input[tuple(first)])
     return basic, then if any(place is not None for place in then) else None
+
+
+def _items(input: DTensor, index: Any) -> list[Any]:
+    """The items of an index, with full ranges in place of the ellipsis, or at the end."""
+    items = [_tensor_of(item) for item in (index if isinstance(index, tuple) else (index,))]
+    used = sum(_dims_indexed(item) for item in items)
+    if used > input.dim():
+        raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    items[at : at + 1] = [slice(None)] * (input.dim() - used)
+    return items
 
 
 def _check(item: Any, dim: int, size: int) -> None:

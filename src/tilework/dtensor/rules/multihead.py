@@ -62,21 +62,23 @@ def _is_usual(call: SimpleNamespace) -> bool:
     """
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     length, embed, keys = query.size(0), query.size(-1), key.size(0)
-    batch = query.size(1) if query.dim() == 3 else 1
-    padding = (batch, keys) if query.dim() == 3 else (keys,)
+    batch = query.shape[1:-1]
     return (
         all(extra is None for extra in (call.bias_k, call.bias_v, call.static_k, call.static_v))
         and not call.add_zero_attn
-        and query.dim() in (2, 3)
-        and query.dim() == key.dim() == value.dim()
-        and query.shape[1:-1] == key.shape[1:-1] == value.shape[1:-1]
+        and query.dim() == key.dim() == value.dim() in (2, 3)
+        and batch == key.shape[1:-1] == value.shape[1:-1]
         and keys == value.size(0)
         and embed == call.embed_dim_to_check
         and embed % call.num_heads == 0
-        and (mask is None or mask.shape in ((length, keys), (batch * call.num_heads, length, keys)))
+        and _fits(mask, (length, keys), (math.prod(batch) * call.num_heads, length, keys))
         and (mask is not None or not call.is_causal)
-        and (call.key_padding_mask is None or call.key_padding_mask.shape == padding)
+        and _fits(call.key_padding_mask, (*batch, keys))
     )
+
+
+def _fits(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
+    return mask is None or mask.shape in shapes
 
 
 # -- queries, keys and values ----------------------------------------------------------------

@@ -190,7 +190,7 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> RuleResult:
         return Decomposition(composed, is_checked=True)
     dims: list[Factor | None] = [*unshardable(v.shape)]
     dims[dim] = Factor(v.shape[dim])
-    inputs = {v: dims, g: [factor if at == dim else None for at, factor in enumerate(dims)]}
+    inputs = {v: dims, g: [*[None] * dim, dims[dim], *[None] * (v.ndim - dim - 1)]}
 
     def scaled(v: Tensor, g: Tensor) -> Tensor:
         out: Tensor = torch._weight_norm(v, g, dim)
