@@ -193,7 +193,7 @@ class Pattern:
     @classmethod
     def parse(cls, text: str, reduce_ops: Mapping[str, str | None] | None = None) -> Pattern:
         """The pattern that a line describes."""
-        sides = text.split("->")
+        sides, reduce_ops = text.split("->"), dict(reduce_ops or {})
         if len(sides) != 2:
             raise ValueError(
                 f"a rule is a line like 'b* i, o i -> b* o' with one '->', got {text!r}"
@@ -209,10 +209,10 @@ class Pattern:
                     raise ValueError(
                         f"{token.name!r} is in the result of {text!r}, but in none of the inputs"
                     )
-        for name in reduce_ops or {}:
+        for name in reduce_ops:
             if name not in known:
                 raise ValueError(f"{text!r} has no factor {name!r} to be reduced")
-        return cls(text, tuple(inputs), tuple(outputs), dict(reduce_ops or {}))
+        return cls(text, tuple(inputs), tuple(outputs), reduce_ops)
 
     def of(self, shapes: Sequence[Sequence[int] | None]) -> FactorMap:
         """The factor map for arguments of these shapes; None stands for a missing argument.

@@ -129,15 +129,14 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
         arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         groups = arguments["groups"]
         lead = input.ndim - spatial - 1
-        many = weight.shape[0] if transposed else input.shape[lead]
-        if lead not in (0, 1) or weight.ndim != spatial + 2 or groups < 1 or many % groups:
+        if lead not in (0, 1) or weight.ndim != spatial + 2 or groups < 1:
             return None
-        if not transposed and weight.shape[1] * groups != input.shape[lead]:
+        channels = input.shape[lead]
+        fitting = weight.shape[0] if transposed else weight.shape[1] * groups
+        if channels != fitting or channels % groups:
             return None  # torch raises, though parts of the two may fit
-        if transposed and weight.shape[0] != input.shape[lead]:
-            return None
         group = Factor(groups, "group")
-        i = Factor(input.shape[lead] // groups, "i")
+        i = Factor(channels // groups, "i")
         o = Factor(weight.shape[1] if transposed else weight.shape[0] // groups, "o")
         dims = _spatial_factors(input, weight, arguments, transposed)
         batch = factors_of(input.shape[:lead])

@@ -216,15 +216,16 @@ def _integral(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:
     for_each = isinstance(x, Arg) and x.ndim != 1
     if for_each and x.ndim > y.ndim:
         return None
-    factors, dims_of_each = broadcast([y.shape, x.shape] if for_each else [y.shape])
-    unsharded = [None if at in dims else factor for at, factor in enumerate(factors)]
-    out = unsharded if keeps else remaining_dims(factors, dims, False)
+    tensors = [y, x] if for_each else [y]
+    factors, dims_of_each = broadcast([each.shape for each in tensors])
+    out = _all_but(factors, dims) if keeps else remaining_dims(factors, dims, False)
     summed = {factors[at] for at in dims}
-    inputs = {y: [None if summed & set(loops) else loops for loops in dims_of_each[0]]}
+    inputs: dict[Arg, Any] = {
+        each: [None if summed & set(loops) else loops for loops in of_each]
+        for each, of_each in zip(tensors, dims_of_each, strict=True)
+    }
     if isinstance(x, Arg):
-        inputs[x] = [None]
-        if for_each:
-            inputs[x] = [None if summed & set(loops) else loops for loops in dims_of_each[1]]
+        inputs.setdefault(x, [None])
     return local_call(inputs, [out], linear=[[y]])
 
 

@@ -6,7 +6,7 @@ Gradients are dense: ``sparse=True`` changes no value, and is ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,27 +108,19 @@ def _embedding_bag(
     # Maxima of shards could be combined, but a bag may have no row in a shard.
     rows = Factor(weight.shape[0], "rows", unshardable=scale_grad_by_freq or mode == "max")
     features = Factor(weight.shape[1], "features")
-    last = Factor(input.shape[-1], unshardable=True)
-    places = (
-        [last] if flat else [Factor(input.shape[0], "bags", unshardable=scale_grad_by_freq), last]
-    )
+    lead = None if flat else Factor(input.shape[0], "bags", unshardable=scale_grad_by_freq)
+    places = [lead, Factor(input.shape[-1], unshardable=True)][flat:]
     bags = offsets.shape[0] - include_last_offset if flat else input.shape[0]
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
 
     tensors = input, weight, offsets, per_sample_weights
     bag = _Bag(tensors, bags, mode, scale_grad_by_freq, include_last_offset, padding_idx)
-    inputs: dict[Arg, Any] = {input: places, weight: [rows, features]}
-    if offsets is not None:
-        inputs[offsets] = [Factor(offsets.shape[0], unshardable=True)]
-    if per_sample_weights is not None:
-        inputs[per_sample_weights] = places
-    linear = [] if mode == "max" else [[weight]]
-    out = [None if flat else places[0], features]
+    dims: Sequence[Any] = places, [rows, features], [None], places
     return local_call(
-        inputs,
-        [out],
-        linear=linear,
+        {arg: its for arg, its in zip(tensors, dims, strict=True) if arg is not None},
+        [[lead, features]],
+        linear=[] if mode == "max" else [[weight]],
         run=lambda ranges: partial(bag.look_up, LocalIndexRange(ranges, rows)),
         shapes=[(bags, weight.shape[1])],
     )

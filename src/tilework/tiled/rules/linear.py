@@ -311,21 +311,10 @@ Names = list[str | int]
 def _einsum(equation: str, *operands: Any) -> RuleResult:
     """The call of an equation, which already is a factor map."""
     tensors = _tensors_of(operands)
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    words = inputs.split(",")
-    if len(words) != len(tensors):
+    parsed = _parsed(equation, [tensor.ndim for tensor in tensors])
+    if parsed is None:
         return None
-    widths = [
-        tensor.ndim - len(word.replace("...", ""))
-        for word, tensor in zip(words, tensors, strict=True)
-    ]
-    if any(
-        width < 0 or (width > 0 and "..." not in word)
-        for word, width in zip(words, widths, strict=True)
-    ):
-        return None
-    names = [_names(word, width) for word, width in zip(words, widths, strict=True)]
-    result = _names(out, max(widths)) if arrow else _implied(names)
+    names, result = parsed
     factors = _factors(names, tensors)
     if factors is None or not factors.keys() >= set(result):
         return None
@@ -364,6 +353,19 @@ def _shown(tensor: Tensor, names: Names, result: Names) -> Tensor:
             tensor = tensor.diagonal(0, first, second)
             names = [*names[:first], *names[first + 1 : second], *names[second + 1 :], name]
     return tensor.permute([names.index(name) for name in result])
+
+
+def _parsed(equation: str, ndims: Sequence[int]) -> tuple[list[Names], Names] | None:
+    """The names of each operand's dims, and of the result's; None if the numbers of dims differ."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    words = inputs.split(",")
+    if len(words) != len(ndims):
+        return None
+    widths = [n - len(word.replace("...", "")) for word, n in zip(words, ndims, strict=True)]
+    names = [_names(word, width) for word, width in zip(words, widths, strict=True)]
+    if [*map(len, names)] != [*ndims]:
+        return None
+    return names, _names(out, max(widths)) if arrow else _implied(names)
 
 
 def _names(word: str, width: int) -> Names:
