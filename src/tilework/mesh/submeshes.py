@@ -29,14 +29,7 @@ class MeshSlicing(MeshGrid):
             TypeError: ``names`` are not names.
             RuntimeError: This rank is not in the mesh.
         """
-        wanted = (names,) if isinstance(names, str) else names
-        if not isinstance(wanted, (list, tuple)):
-            known = ", ".join(self.mesh_dim_names or ()) or "none: give some as mesh_dim_names"
-            raise TypeError(
-                f"mesh[…] takes names of axes, which are here {known}; got {names!r}. size(), "
-                f"get_group() and get_local_rank() also take the number of an axis"
-            )
-        wanted = tuple(wanted)
+        wanted = self._wanted(names)
         if wanted == self.mesh_dim_names:
             return self
         flat = cast("list[_Mesh | None]", [self._flattened(name) for name in wanted])
@@ -59,6 +52,16 @@ class MeshSlicing(MeshGrid):
             for name, made in zip(wanted, flat, strict=True)
         ]
         return self._related(part, groups)
+
+    def _wanted(self, names: Any) -> tuple[str, ...]:
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, (list, tuple)):
+            known = ", ".join(self.mesh_dim_names or ()) or "none: give some as mesh_dim_names"
+            raise TypeError(
+                f"mesh[…] takes names of axes, which are here {known}; got {names!r}. size(), "
+                f"get_group() and get_local_rank() also take the number of an axis"
+            )
+        return tuple(wanted)
 
     def _part(self, names: Sequence[str]) -> MeshSpec:
         """The spec of the part through this rank along axes, some perhaps made by flatten()."""
