@@ -108,17 +108,7 @@ def check_overlaps(operation: Operation, rank: int, size: int) -> None:
     if not outputs:
         return
     if len(outputs) > 1 and not isinstance(operation.outputs, Tensor):
-        ordered = sorted(span for span in outputs if span[0] < span[1])
-        # Strided tensors may interleave; if they begin at one address, they share that element.
-        strided = [tensor.data_ptr() for tensor, _ in operation.copy_back if tensor.numel()]
-        begins = {*strided, *(begin for begin, _ in ordered)}
-        if len(begins) < len(strided) + len(ordered) or any(
-            low[1] > high[0] for low, high in pairwise(ordered)
-        ):
-            raise ValueError(
-                f"outputs of {operation.title or operation.kind} overlap in memory, so that one "
-                f"result would overwrite another; give each its own memory"
-            )
+        _check_outputs(operation, outputs)
     inputs = _spans(operation.inputs, operation.kind in MANY_INPUTS, size)
     if not inputs or not _overlap(_hull(inputs), _hull(outputs)):
         return
@@ -130,6 +120,20 @@ def check_overlaps(operation: Operation, rank: int, size: int) -> None:
                     f"an input and an output of {operation.title or operation.kind} overlap in "
                     f"memory without being the same part; pass a clone() of the input"
                 )
+
+
+def _check_outputs(operation: Operation, outputs: list[Span]) -> None:
+    ordered = sorted(span for span in outputs if span[0] < span[1])
+    # Strided tensors may interleave; if they begin at one address, they share that element.
+    strided = [tensor.data_ptr() for tensor, _ in operation.copy_back if tensor.numel()]
+    begins = {*strided, *(begin for begin, _ in ordered)}
+    if len(begins) < len(strided) + len(ordered) or any(
+        low[1] > high[0] for low, high in pairwise(ordered)
+    ):
+        raise ValueError(
+            f"outputs of {operation.title or operation.kind} overlap in memory, so that one "
+            f"result would overwrite another; give each its own memory"
+        )
 
 
 def _belong_together(i: int, o: int, inputs: list[Span], outputs: list[Span], rank: int) -> bool:
