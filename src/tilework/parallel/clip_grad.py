@@ -57,13 +57,7 @@ def clip_grad_norm_(
         tensor([0.6000, 0.8000])
     """
     norm_type = float(norm_type)
-    every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for parameter in every:
-        grad = parameter.grad
-        of_mesh = by_mesh.setdefault(_mesh_of(parameter if grad is None else grad), [])
-        if grad is not None:
-            of_mesh.append(grad)
+    by_mesh = _grads_by_mesh(parameters)
     meshes = [mesh for mesh in by_mesh if mesh is not None]
     ranks = sorted({rank for mesh in meshes for rank in _ranks_of(mesh)})
     if any(getattr(mesh, "made_by_all", False) and mesh.size() < len(ranks) for mesh in meshes):
@@ -80,12 +74,26 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so "
             f"they are not clipped: skip this step, or pass error_if_nonfinite=False"
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    _scale(by_mesh, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+def _grads_by_mesh(parameters: Tensor | Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """The gradients on each mesh of parameters, which may have none; None: plain gradients."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        grad = parameter.grad
+        of_mesh = by_mesh.setdefault(_mesh_of(parameter if grad is None else grad), [])
+        if grad is not None:
+            of_mesh.append(grad)
+    return by_mesh
+
+
+def _scale(by_mesh: Mapping[Any, list[Tensor]], factor: Tensor) -> None:
     for mesh, grads in by_mesh.items():
         for grad in grads if _is_here(mesh) else ():
             local: Tensor = cast(Any, grad).to_local() if mesh is not None else grad
             local.mul_(factor.to(local.device))
-    return total
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> Tensor:

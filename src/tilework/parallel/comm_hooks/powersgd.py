@@ -176,13 +176,7 @@ def _hook(
         return allreduce_hook(state.process_group, bucket)
     group = group_or_default(state.process_group)
     buffer, index = bucket.buffer(), bucket.index()
-    if state.use_error_feedback:
-        error = state.error_dict.get(index)
-        if error is not None and error.shape == buffer.shape:
-            buffer.add_(error)
-            if matrices and matrices[0][0] == -1:
-                matrices[0][1].view(-1)[: buffer.numel()].copy_(buffer)
-    before = buffer.clone() if state.use_error_feedback else None
+    before = _with_error(state, bucket, matrices) if state.use_error_feedback else None
     compressed = [made for each in matrices if (made := _prepared(state, index, *each))]
     rest = _rest(bucket, compressed)
     state.bytes_before += buffer.nbytes
@@ -206,6 +200,18 @@ def _hook(
         return buffer
 
     return DeferredFuture(finish)
+
+
+def _with_error(
+    state: PowerSGDState, bucket: GradBucket, matrices: Sequence[tuple[int, Tensor]]
+) -> Tensor:
+    """A copy of the bucket's gradients, after what the last compression lost was added to them."""
+    buffer, error = bucket.buffer(), state.error_dict.get(bucket.index())
+    if error is not None and error.shape == buffer.shape:
+        buffer.add_(error)
+        if matrices and matrices[0][0] == -1:
+            matrices[0][1].view(-1)[: buffer.numel()].copy_(buffer)
+    return buffer.clone()
 
 
 def _prepared(state: PowerSGDState, index: int, number: int, matrix: Tensor) -> _Matrix | None:

@@ -304,17 +304,12 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self.reducer.abandon()
         if self.join_context is not None:
             Join.notify_join_context(self)
-        active = active_group(self.process_group)
-        self.reducer.active_group = None if active is self.process_group else active
+        self.reducer.active = active = active_group(self.process_group)
         self.reducer.accumulating = not self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
             return
         self._passes.begin_forward()
-        is_current = (
-            self._structure.modules[0][1] is self.module
-            and self._structure.is_current()
-            and self.reducer.is_current()
-        )
+        is_current = self._structure.is_current(self.module) and self.reducer.is_current()
         # Not between forward passes of one backward pass: autograd may have saved the buffers.
         sends_buffers = (
             self.broadcast_buffers and not self.reducer.expecting and self._structure.has_buffers()
@@ -324,7 +319,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         with self._passes.carried():
             if not is_current:
                 self._follow_changes()
-            if self.reducer.active_group is None:
+            if self.reducer.active is self.process_group:
                 self.reducer.rebuild()
             if sends_buffers:
                 broadcast_tensors(self._buffers_to_send(), active)
@@ -595,7 +590,7 @@ class _FinalSync(JoinHook):
         broadcast_tensors(ddp._state_tensors(), group, last)
         ddp.reducer.passes = passes  # without inputs, too: all ranks assign buckets together
         ddp._passes.reset()
-        ddp.reducer.active_group = None
+        ddp.reducer.active = group
         ddp.reducer.divide_by_initial_size = True
 
 

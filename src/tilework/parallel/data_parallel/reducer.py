@@ -98,8 +98,8 @@ class Reducer:
         self.leaves, self.group, self.options = list(leaves), group, options
         self.replica = replica
         self.hook: tuple[Any, CommHook] | None = None
-        #: The ranks that still have inputs; None: every rank of the group.
-        self.active_group: ProcessGroup | None = None
+        #: The group that reduces: the ranks that still have inputs.
+        self.active = group
         #: False: a join context divides by the number of ranks that still have inputs.
         self.divide_by_initial_size = True
         #: True: the next backward pass accumulates gradients and does not reduce them.
@@ -401,11 +401,6 @@ class Reducer:
             self._start(self.buckets[self._next])
             self._next += 1
 
-    @property
-    def active(self) -> ProcessGroup:
-        """The group that reduces: the ranks that still have inputs."""
-        return self.group if self.active_group is None else self.active_group
-
     def _start(self, bucket: _Bucket) -> None:
         """Complete a bucket's memory, with zeros for missing gradients, and start the reduction."""
         bucket.times.started = time.perf_counter()
@@ -477,15 +472,19 @@ class Reducer:
         for bucket in self.buckets:
             self._wait(bucket)
         self._clock.ended = time.perf_counter()
+        self._hand_out(used)
+        self._clock.buckets = [bucket.times for bucket in self.buckets]
+        self._last_report = partial(step_report, self._clock, self._described, self.rebuilt)
+        self.passes += 1
+
+    def _hand_out(self, used: list[bool] | None) -> None:
+        """Give parameters the averages of the gradients that any rank has; None: of all."""
         for bucket in self.buckets:
             first = bucket.members[0]
             if bucket.memory is not None:
                 bucket.memory.hand_out(used and [used[member] for member in bucket.members])
             elif self.leaves[first].sparse and (used is None or used[first]):
                 self._reduce_sparse(bucket)
-        self._clock.buckets = [bucket.times for bucket in self.buckets]
-        self._last_report = partial(step_report, self._clock, self._described, self.rebuilt)
-        self.passes += 1
 
     def _compare(self) -> list[bool] | None:
         """Compare with the other ranks: passes, parameters, and which gradients exist. Collective.

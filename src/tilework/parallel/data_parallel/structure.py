@@ -59,10 +59,11 @@ class ModuleStructure:
         self._tiled = [p for p in self._held if isinstance(p, TiledTensor)]
         self._tiles = [p.local_tiles() for p in self._tiled]
 
-    def is_current(self) -> bool:
+    def is_current(self, module: nn.Module) -> bool:
         """True unless modules or parameters were added, replaced, removed, frozen or cast."""
         return (
-            self._members.is_current()
+            self.modules[0][1] is module
+            and self._members.is_current()
             and list(map(_kind, self._held)) == self._kinds
             and all(
                 list(map(id, parameter.local_tiles())) == list(map(id, tiles))

@@ -79,6 +79,15 @@ class Row:
         """By parameter, the columns of all ranks' rows that hold the parameter's shards."""
         return rows.split_with_sizes([param.padded for param in self.params], 1)
 
+    def fill(self, rows: Tensor, grads: Sequence[Tensor | None]) -> None:
+        """Copy the shards of full gradients to all ranks' rows; a missing gradient leaves them."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for param, grad, shards in zip(self.params, grads, self.split(rows), strict=True):
+            if grad is not None:
+                pairs += param.shards_and_parts(shards, grad)
+        if pairs:
+            torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
+
 
 class Gathering:
     """Full parameters, gathered or being gathered.
@@ -256,30 +265,21 @@ class Flat:
             By parameter, the shard in the gradient's dtype; None: no rank has a gradient.
         """
         dtype = self.reduce_dtype(params[0])
-        direct = [
-            (param, grad)
-            for param, grad in zip(params, grads, strict=True)
+        pairs = list(zip(params, grads, strict=True))
+        results = {
+            id(param): self._reduce_alone(param, grad, how)
+            for param, grad in pairs
             if self._is_direct(param)
-        ]
-        results = {id(param): self._reduce_alone(param, grad, how) for param, grad in direct}
-        together = [
-            (param, grad)
-            for param, grad in zip(params, grads, strict=True)
-            if id(param) not in results
-        ]
+        }
+        together = [(param, grad) for param, grad in pairs if id(param) not in results]
         # Each row ends with a mark for each parameter: above zero where a rank has a gradient.
         row = Row.of([param for param, _ in together])
         marks = [float(grad is not None) for grad in grads]
         rows = torch.zeros(self.ranks, row.numel + len(marks), dtype=dtype, device=self.device)
-        pairs = []
-        for (param, grad), shards in zip(together, row.split(rows[:, : row.numel]), strict=True):
-            if grad is not None:
-                pairs += param.shards_and_parts(shards, grad)
-        if pairs:
-            torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
+        row.fill(rows[:, : row.numel], [grad for _, grad in together])
         rows[:, row.numel :] = 1.0 if all(marks) else rows.new_tensor(marks)
         reduced = self._reduce(rows.view(-1), rows.shape[1], how, row.numel)
-        for (param, _), offset in zip(together, row.offsets, strict=False):
+        for param, offset in zip(row.params, row.offsets, strict=False):
             results[id(param)] = param.in_row(reduced, offset, self.rank)
         used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()
         return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -150,12 +151,17 @@ def _frees_after_forward(given: Any, ranks: int) -> bool | None:
 def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     """The part of a mesh with the data-parallel axes: replicas, if any, then shards."""
     axes = []
-    for names in filter(None, (dims.replicate, dims.shard)):
-        several = (names,) if isinstance(names, str) else tuple(names)
+    for several in _data_parallel_axes(dims):
         axes.append("_".join(several))
         if len(several) > 1:
             mesh[several].flatten(axes[-1])
     return mesh[tuple(axes)]
+
+
+def _data_parallel_axes(dims: DataParallelMeshDims) -> list[tuple[str, ...]]:
+    """The axes of replicas, if there are any, and the axes of shards."""
+    every = filter(None, (dims.replicate, dims.shard))
+    return [(names,) if isinstance(names, str) else tuple(names) for names in every]
 
 
 #: The parameters without data-parallel axes, by the parameters that they replaced: ties stay.
@@ -169,15 +175,10 @@ def _leave_axes(
     ignored: Iterable[nn.Parameter],
 ) -> None:
     """Replace DTensor parameters on ``mesh`` by DTensors without the data-parallel axes. Local."""
-    own = {
-        name
-        for names in filter(None, (dims.replicate, dims.shard))
-        for name in ((names,) if isinstance(names, str) else names)
-    }
+    own = set(chain(*_data_parallel_axes(dims)))
     known = mesh.mesh_dim_names or ()
     if not own <= set(known):
         raise ValueError(f"dp_mesh_dims names {sorted(own)}, and the mesh has the axes {known}")
-    rest = tuple(name for name in known if name not in own)
     stay = set(map(id, ignored))
     for module in (inner for each in modules for _, inner in own_modules(each, "")):
         for name, parameter in module._parameters.items():
@@ -185,21 +186,25 @@ def _leave_axes(
                 continue
             if layout_of(parameter).mesh != mesh:
                 continue
-            if parameter in _replaced_by:
-                module._parameters[name] = _replaced_by[parameter]
-                continue
-            placements = dict(zip(known, parameter.placements, strict=True))
-            if not rest or not all(placements[axis].is_replicate() for axis in own):
-                raise ValueError(
-                    f"parameter {name} has the placements {list(parameter.placements)} on {mesh}: "
-                    f"before fully_shard(), parameters are replicated along the data-parallel axes "
-                    f"{sorted(own)}, and may be sharded along other axes"
-                )
-            spec = spec_of(mesh[rest], [placements[axis] for axis in rest], parameter.shape)
-            local = wrap(local_tensor_of(parameter).detach(), spec)
-            _replaced_by[parameter] = nn.Parameter(local, parameter.requires_grad)
+            if parameter not in _replaced_by:
+                _replaced_by[parameter] = _without_axes(name, parameter, mesh, own)
+                mark_replaced(parameter, module, name, by="fully_shard")
             module._parameters[name] = _replaced_by[parameter]
-            mark_replaced(parameter, module, name, by="fully_shard")
+
+
+def _without_axes(name: str, parameter: DTensor, mesh: DeviceMesh, own: set[str]) -> nn.Parameter:
+    """A parameter with the same local tensor, on the axes of ``mesh`` that are not in ``own``."""
+    rest = dict(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True))
+    along_own = [rest.pop(axis) for axis in own]
+    if not rest or not all(placement.is_replicate() for placement in along_own):
+        raise ValueError(
+            f"parameter {name} has the placements {list(parameter.placements)} on {mesh}: before "
+            f"fully_shard(), parameters are replicated along the data-parallel axes {sorted(own)}, "
+            f"and may be sharded along other axes"
+        )
+    spec = spec_of(mesh[tuple(rest)], list(rest.values()), parameter.shape)
+    local = wrap(local_tensor_of(parameter).detach(), spec)
+    return nn.Parameter(local, parameter.requires_grad)
 
 
 def _take_values_of(source: int, unit: Unit) -> None:
@@ -232,25 +237,7 @@ def _check(
                 f"on each module"
             )
         for name, inner in module.named_modules():
-            if getattr(inner, "max_norm", None) is not None and isinstance(
-                inner, nn.Embedding | nn.EmbeddingBag
-            ):
-                raise NotImplementedError(
-                    f"{type(inner).__name__} {name!r} scales the weights that forward uses "
-                    f"in place (max_norm), which would be lost with the gathered weights: make "
-                    f"it without max_norm, and scale between steps"
-                )
-            if isinstance(inner, DistributedDataParallel):
-                raise ValueError(
-                    f"module {name or 'itself'} is a DistributedDataParallel, whose parameters are "
-                    f"replicas: shard the plain module (ddp.module), on a mesh of two axes to have "
-                    f"replicas of shards"
-                )
-            if getattr(inner, "sparse", False) is True:
-                raise NotImplementedError(
-                    f"{type(inner).__name__} {name!r} has sparse gradients, which cannot be "
-                    f"reduced to shards: make it with sparse=False"
-                )
+            _check_inner(name, inner)
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a mesh of one axis (shard) or two (replicate, shard), got {mesh}"
@@ -261,6 +248,27 @@ def _check(
         raise NotImplementedError(
             f"CPUOffloadPolicy is for modules that compute on the CPU, got parameters and a mesh "
             f"on {sorted(devices)}: pass a module and a mesh on the CPU, or no offload_policy"
+        )
+
+
+def _check_inner(name: str, inner: nn.Module) -> None:
+    scales = getattr(inner, "max_norm", None) is not None
+    if scales and isinstance(inner, nn.Embedding | nn.EmbeddingBag):
+        raise NotImplementedError(
+            f"{type(inner).__name__} {name!r} scales the weights that forward uses in place "
+            f"(max_norm), which would be lost with the gathered weights: make it without "
+            f"max_norm, and scale between steps"
+        )
+    if isinstance(inner, DistributedDataParallel):
+        raise ValueError(
+            f"module {name or 'itself'} is a DistributedDataParallel, whose parameters are "
+            f"replicas: shard the plain module (ddp.module), on a mesh of two axes to have "
+            f"replicas of shards"
+        )
+    if getattr(inner, "sparse", False) is True:
+        raise NotImplementedError(
+            f"{type(inner).__name__} {name!r} has sparse gradients, which cannot be reduced to "
+            f"shards: make it with sparse=False"
         )
 
 

@@ -321,8 +321,7 @@ class _Factors:
             ends = self._outputs.get(factor, [])
             in_each = len({number for number, _ in ends}) == len(call.map.outputs)
             is_sum = not ends and factor.reduce_op == "sum" and self._has_parameter(nodes)
-            twice = len({number for number, _ in nodes}) < len(nodes)
-            if factor.unshardable or factor in self._inner or twice or not (in_each or is_sum):
+            if self._is_needed_whole(factor, nodes) or not (in_each or is_sum):
                 for node in nodes:
                     self._trace.need_whole(node, self._where)
                 continue
@@ -343,6 +342,10 @@ class _Factors:
                 self._inner.update(sized[1:])
             elif is_input and tensor.shape[dim] != 1:
                 self._trace.need_whole((number, dim), self._where)
+
+    def _is_needed_whole(self, factor: Factor, nodes: list[Node]) -> bool:
+        twice = len({number for number, _ in nodes}) < len(nodes)
+        return factor.unshardable or factor in self._inner or twice
 
     def _has_parameter(self, nodes: list[Node]) -> bool:
         return any(self._trace.is_of_parameters(number) for number, _ in nodes)
