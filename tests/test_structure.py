@@ -27,7 +27,7 @@ SOURCES = {
 }
 
 #: The most functions of the sources with a complexity above 15: lower it with the number.
-MOST_COMPLEX = 53
+MOST_COMPLEX = 15
 
 #: Folders and files about no source alone, and why.
 ABOUT_MORE = {

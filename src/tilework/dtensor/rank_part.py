@@ -12,6 +12,7 @@ plan, which takes the part as a shard.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return result
 
 
+@cache
 def _writes(name: str) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
