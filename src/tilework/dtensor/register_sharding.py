@@ -106,22 +106,24 @@ class _Ways:
     def add(self, outs: Sequence[Any], ins: Sequence[Any]) -> None:
         """Add one way, unless an earlier way shards one of the same dims differently."""
         pairs = list(zip(self._args, ins, strict=False))
-        partial = {arg: its for arg, its in pairs if isinstance(its, Partial)}
+        partial = {arg: place for arg, place in pairs if isinstance(place, Partial)}
         if partial:
             if all(map(_is_sum, (*outs, *partial.values()))):
                 self.linear.append([*partial])
             return
-        places = [(its, self.dims[arg], arg.shape) for arg, its in pairs if isinstance(its, Shard)]
+        inputs = [
+            (place, self.dims[arg], arg.shape) for arg, place in pairs if isinstance(place, Shard)
+        ]
         results = zip(outs, self.out_dims, self._out_shapes, strict=False)
         sharded = [
-            (factors, shape, its.dim % len(shape))
-            for its, factors, shape in (*places, *results)
-            if isinstance(its, Shard)
+            (factors, shape, place.dim % len(shape))
+            for place, factors, shape in (*inputs, *results)
+            if isinstance(place, Shard)
         ]
         sizes = {shape[dim] for _, shape, dim in sharded}
         taken = any(factors[dim] is not None for factors, _, dim in sharded)
         reductions = {out.reduce_op for out in outs if isinstance(out, Partial)}
-        if not places or len(sizes) != 1 or taken or len(reductions) > 1:
+        if not inputs or len(sizes) != 1 or taken or len(reductions) > 1:
             return
         factor = Factor(sizes.pop(), reduce_op=next(iter(reductions), None))
         for factors, _, dim in sharded:

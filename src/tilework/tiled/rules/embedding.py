@@ -118,7 +118,7 @@ def _embedding_bag(
     bag = _Bag(tensors, bags, mode, scale_grad_by_freq, include_last_offset, padding_idx)
     dims: Sequence[Any] = places, [rows, features], [None], places
     return local_call(
-        {arg: its for arg, its in zip(tensors, dims, strict=True) if arg is not None},
+        {arg: of_arg for arg, of_arg in zip(tensors, dims, strict=True) if arg is not None},
         [[lead, features]],
         linear=[] if mode == "max" else [[weight]],
         run=lambda ranges: partial(bag.look_up, LocalIndexRange(ranges, rows)),
