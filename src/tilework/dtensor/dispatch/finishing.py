@@ -113,7 +113,8 @@ def _maybe_copy(
 
 def _copied_view(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     show_base(result, call.tensors[0])
-    return moved_views.viewed(result, True, call.func, call.args, call.kwargs)
+    write = getattr(sharding.way, "write", None)
+    return moved_views.viewed(result, True, call.func, call.args, call.kwargs, write)
 
 
 def _written(operation: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:

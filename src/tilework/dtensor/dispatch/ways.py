@@ -157,11 +157,11 @@ class Ways:
         if way.run is None:
             local_args, local_kwargs = with_tensors(call.args, call.kwargs, iter(locals_))
             return call.func(*local_args, **local_kwargs)
-        if sharding.makes_views:  # which has moved what it needs
+        if sharding.makes_views and way.write is None:  # what it needs has moved
             return way.run(*locals_)
         with moving(call.digest, self._title):
             result = way.run(*locals_)
-        if not (self.in_place and result is locals_[0]):  # else it has written there
+        if not (sharding.makes_views or (self.in_place and result is locals_[0])):
             result = moved_views.as_no_view(result)
         return result
 

@@ -69,11 +69,13 @@ class OnLocals:
             keep the calls that made these views, to repeat them after a write to the base. By
             default torch makes such views by ``as_strided``, whose gradient has no graph on a rank
             without elements, unlike on the other ranks.
+        write: As for :class:`~…placed_call.PlacedCall`.
     """
 
     run: Callable[..., Any] | None = None
     meta_result: Any = None
     replays: bool = False
+    write: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Shard
 from tilework.tiled import Arg, OpCall
 
@@ -43,8 +43,13 @@ class PlacedCall(OpCall):
         inputs: The spec that each tensor is redistributed to.
         outputs: The spec of each tensor of the result.
         run: Called with the local tensors, in order.
+        partial_grads: The axes along which the gradient of each tensor is partial; (): none.
+        write: Of a view for which ``run`` moves elements: writes the view (the second argument) to
+            the tensor (the first).
     """
 
     inputs: Sequence[DTensorSpec]
     outputs: Sequence[DTensorSpec]
     run: Callable[..., Any]
+    partial_grads: Sequence[Ints] = ()
+    write: Callable[[Any, Any], Any] | None = None

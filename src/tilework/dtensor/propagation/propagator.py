@@ -140,11 +140,13 @@ class ShardingPropagator:
         The function runs on local tensors in these layouts.
         """
         self._refuse_as_others(call, placed.inputs, runs_on_locals=False)
+        partial = placed.partial_grads or [()] * len(args)
         inputs: list[InputLayout | None] = [
-            None if needed == arg.spec else (needed, ())
-            for needed, arg in zip(placed.inputs, args, strict=True)
+            None if needed == arg.spec and not axes else (needed, axes)
+            for needed, arg, axes in zip(placed.inputs, args, partial, strict=True)
         ]
-        return OpSharding(OnLocals(placed.run, meta_result), inputs, list(placed.outputs))
+        way = OnLocals(placed.run, meta_result, write=placed.write)
+        return OpSharding(way, inputs, list(placed.outputs))
 
     def _refuse_as_others(
         self, call: DTensorCall, specs: Sequence[DTensorSpec], runs_on_locals: bool
@@ -348,7 +350,7 @@ def _kind_of_view(sharding: OpSharding, call: DTensorCall) -> Finish:
 
     Sets ``replays`` if torch must be able to repeat the call that made the view.
     """
-    if _moves_elements(sharding, call.tensors):
+    if getattr(sharding.way, "write", None) or _moves_elements(sharding, call.tensors):
         return Finish.COPIED_VIEW
     if _has_empty_shard(sharding):
         sharding.looks_first()

@@ -15,7 +15,13 @@ from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
-from tilework.dtensor.rules.slicing import Item, basic_index_call, basic_items
+from tilework.dtensor.rules.slicing import (
+    Item,
+    as_ranges,
+    basic_index_call,
+    basic_items,
+    put_range_,
+)
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.memory_layout import window_after
 from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
@@ -111,26 +117,16 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
 
     A single element of a sharded dim counts as a range of one element.
     """
+    if not isinstance(value, Tensor):
+        _fill(input[as_ranges(input, items)], value)
+        return
     _check_apart(input, items, value)
-    axes_of = input._spec.axes_of
-    index: list[Any] = []
-    single: list[int] = []
-    dim = -1
-    out = 0
-    for item in items:
-        dim += item is not None
-        if isinstance(item, int) and axes_of(dim):
-            item = slice(item % input.shape[dim], item % input.shape[dim] + 1)
-            single.append(out)
-        out += not isinstance(item, int)
-        index.append(item)
-    target = input[tuple(index)]
-    if single and isinstance(value, Tensor) and value.dim():
-        shape = [size for i, size in enumerate(target.shape) if i not in single]
-        value = value.expand(shape) if value.dim() <= len(shape) else _without(value, shape)
-        for i in single:
-            value = value.unsqueeze(i)
-    _fill(target, value)
+    if _shares_memory(input, value):  # x[1] += 1 writes a view of x to x
+        value = value.clone()
+    extra = value.dim() - sum(not isinstance(item, int) for item in items)
+    if extra > 0 and all(size == 1 for size in value.shape[:extra]):
+        value = value.reshape(value.shape[extra:])
+    put_range_(input, tuple(items), value)
 
 
 def _check_apart(input: DTensor, items: list[Item], value: Any) -> None:
@@ -145,19 +141,6 @@ def _check_apart(input: DTensor, items: list[Item], value: Any) -> None:
     check_windows("x[range] = value", target, window_after(value, as_read))
 
 
-def _without(value: Tensor, shape: list[int]) -> Tensor:
-    """Drop leading dims of size 1 that exceed ``shape``, and expand the value to ``shape``.
-
-    Raises:
-        RuntimeError: The value cannot be broadcast to the shape.
-    """
-    if any(size != 1 for size in value.shape[: value.dim() - len(shape)]):
-        raise RuntimeError(
-            f"a value of shape {list(value.shape)} cannot be broadcast to elements of shape {shape}"
-        )
-    return value.reshape(value.shape[value.dim() - len(shape) :]).expand(shape)
-
-
 def _without_leading_ones(value: Tensor) -> Tensor:
     """The value without leading dims of size 1, which torch drops before it broadcasts."""
     ones = next((dim for dim, size in enumerate(value.shape) if size != 1), value.dim())
@@ -166,13 +149,7 @@ def _without_leading_ones(value: Tensor) -> Tensor:
 
 def _fill(target: Tensor, value: Any) -> None:
     check_writable("x[range] = value", target, (value,))
-    if isinstance(value, Tensor):
-        if value.dim() > target.dim():
-            value = _without(value, list(target.shape))
-        if _shares_memory(target, value):  # x[1] += 1 writes a view of x to x
-            value = value.clone()
-        target.copy_(value)
-    elif isinstance(value, (bool, int, float, complex)):
+    if isinstance(value, (bool, int, float, complex)):
         target.fill_(value)
     else:
         target.copy_(torch.as_tensor(value, dtype=target.dtype))

@@ -12,14 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance_digest
+from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.rules.internal_ops import internal_operator
+from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
+from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
 from tilework.dtensor.views.resize_shards import Resize, resizable, resized, with_dims_unsharded
-from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
-from tilework.tiled.rules import SPLITS, dim_at, split_lengths, with_item
+from tilework.layout import Placement, Replicate, Shard
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.reshaping import dim_at
+from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
 
 #: An item of basic indexing: a range of a dim, an element of it, or None for a new dim.
 Item = slice | int | None
@@ -51,7 +60,7 @@ def resize_to_range(start: int, stop: int, step: int) -> Resize:
     return lambda shards: [slice_length(local_slice(start, stop, step, *shard)) for shard in shards]
 
 
-def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
+def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
     """The call of basic indexing. Dims from which it takes single elements are unsharded first.
 
     Args:
@@ -123,49 +132,109 @@ def _slice_local(
     return lambda x: x[local]
 
 
-def unshard_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
-    """The tensor with these dims unsharded. Collective; differentiable."""
-    spec = tensor._spec
-    return tensor.redistribute(
-        placements=with_dims_unsharded(spec, dims).placements, order=spec.order
-    )
-
-
 def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
-    """The call of basic indexing whose arguments are the tensor and the index."""
-    if any(isinstance(item, int) and input.is_sharded(dim) for dim, item in _items_by_dim(items)):
-        return Decomposition(_elements_of_sharded_dims)
-    return slice_call(input, items)
+    """The call of basic indexing whose arguments are the tensor and the index.
 
-
-def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
-    """Take single elements of sharded dims: as ranges of one element, which all ranks then get."""
-    items = basic_items(index, input.shape)
-    assert items is not None
-    single = [
-        dim
-        for dim, item in _items_by_dim(items)
-        if isinstance(item, int) and input._spec.axes_of(dim)
-    ]
-    first, then = _full_slices(input.dim()), list(items)
-    for place, (dim, item) in zip(_dim_places(items), _items_by_dim(items), strict=True):
-        if isinstance(item, slice):
-            first[dim], then[place] = item, slice(None)
-        elif isinstance(item, int) and dim in single:
-            at = item % input.shape[dim]
-            first[dim], then[place] = slice(at, at + 1), 0
-    ranges = input[tuple(first)]
-    assert isinstance(ranges, DTensor)
-    result: DTensor = unshard_dims(ranges, single)[tuple(then)]  # type: ignore[assignment]
-    moved_views.mark(
-        result, input, lambda x: x[index], lambda x, value: x.__setitem__(index, value)
+    Single elements of sharded dims are taken as ranges of one element, which all ranks then get.
+    """
+    ranges, single = _ranges(input, items)
+    part = slice_call(input, ranges)
+    if not single:
+        return part
+    (spec,) = part.outputs
+    whole = with_dims_unsharded(spec, single)
+    taken = slice_call(
+        DTensorArg(0, whole, input.dtype),
+        [0 if dim in single else slice(None) for dim in range(spec.ndim)],
     )
-    return result
+
+    def run(local: Tensor) -> Tensor:
+        of = Moved(provenance_digest.digest(), "indexing")
+        moved = redistribute_local(part.run(local), spec, whole, of=of)
+        if causes.watchers:
+            causes.tag_gradient(moved)
+        return taken.run(moved)  # type: ignore[no-any-return]
+
+    index = tuple(items)
+    return PlacedCall(
+        part.inputs, taken.outputs, run, write=lambda x, value: put_range_(x, index, value)
+    )
 
 
-def _dim_places(items: Sequence[Item]) -> list[int]:
-    """The positions in ``items`` of the items that index a dim: all but None."""
-    return [place for place, item in enumerate(items) if item is not None]
+def _ranges(input: Arg, items: Sequence[Item]) -> tuple[list[Item], list[int]]:
+    """The items with ranges of one element for single elements of sharded dims.
+
+    Also the dims of the result that these ranges have.
+    """
+    ranges: list[Item] = []
+    single: list[int] = []
+    dim = out = 0
+    for item in items:
+        if isinstance(item, int) and input.is_sharded(dim):
+            at = item % input.shape[dim]
+            item = slice(at, at + 1)
+            single.append(out)
+        ranges.append(item)
+        dim += item is not None
+        out += not isinstance(item, int)
+    return ranges, single
+
+
+def as_ranges(input: DTensor, items: Sequence[Item]) -> tuple[Item, ...]:
+    """The items with ranges of one element for single elements of sharded dims."""
+    return tuple(_ranges(DTensorArg(0, input._spec, input.dtype), items)[0])
+
+
+def _put_range_rule(input: DTensorArg, items: Sequence[Item], value: DTensorArg) -> RuleResult:
+    """Each rank writes to the part that it has, and the value is there in the same layout."""
+    ranges, single = _ranges(input, items)
+    call = slice_call(input, ranges)
+    if call.inputs[0] != input.spec:
+        return Decomposition(_put_gathered)
+    (target,) = call.outputs
+    kept = [dim for dim in range(target.ndim) if dim not in single]
+    if value.ndim > len(kept):
+        return None  # torch refuses it
+    dims = {
+        dim: i
+        for i, dim in enumerate(kept, value.ndim - len(kept))
+        if i >= 0 and value.shape[i] == target.shape[dim]
+    }
+    placements: list[Placement] = []
+    partial: list[int] = []
+    for axis, placement in enumerate(target.placements):
+        if isinstance(placement, Shard):
+            if placement.dim not in dims:
+                partial.append(axis)
+                placement = Replicate()
+            else:
+                placement = Shard(dims[placement.dim], placement.sizes)
+        placements.append(placement)
+    needed = spec_of(target.mesh, placements, value.shape, target.order)
+
+    def put(x: Tensor, local: Tensor) -> Tensor:
+        local = local[(None,) * (len(kept) - local.dim())]
+        for dim in single:
+            local = local.unsqueeze(dim)
+        with torch.autograd.grad_mode._force_original_view_tracking(True):  # as OnLocals.replays
+            part = call.run(x)
+        part.copy_(local)
+        return x
+
+    return PlacedCall([input.spec, needed], [input.spec], put, [(), tuple(partial)])
+
+
+def _put_gathered(input: DTensor, items: Sequence[Item], value: Tensor) -> DTensor:
+    full = full_in_memory_order(input)
+    full[tuple(items)] = full_value(value, "x[range] = value")
+    return replicated_as(input, full)
+
+
+@internal_operator(_put_range_rule)
+def put_range_(input: Tensor, items: Sequence[Item], value: Tensor) -> Tensor:
+    """``input[items] = value``, where each item is a range or an element of a dim, or None."""
+    input[tuple(items)] = value
+    return input
 
 
 def basic_items(index: Any, shape: Sequence[int]) -> list[Item] | None:
@@ -236,13 +305,7 @@ def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
         return Decomposition(lambda input, dim, index: input.select(dim, int(index.item())))
     if not -input.shape[dim] <= index < input.shape[dim]:
         return None
-    if input.is_sharded(dim):
-        return Decomposition(
-            lambda input, dim, index: input[
-                tuple(with_item(_full_slices(input.dim()), dim, operator.index(index)))
-            ]
-        )
-    return slice_call(input, with_item(_full_slices(input.ndim), dim, index))
+    return basic_index_call(input, with_item(_full_slices(input.ndim), dim, operator.index(index)))
 
 
 def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:

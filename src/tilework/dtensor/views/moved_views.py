@@ -71,7 +71,12 @@ TOGETHER = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 
 
 def viewed(
-    result: Any, copied: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    result: Any,
+    copied: bool,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    write: Write | None = None,
 ) -> Any:
     """Record which tensor the results of an operator are views of, and return the results.
 
@@ -81,6 +86,7 @@ def viewed(
         func: The operator, which may be called again to remake the views.
         args: The positional arguments. The first (else ``input``) is the base.
         kwargs: The keyword arguments.
+        write: As for :func:`mark`.
     """
     if args:
         base = args[0]
@@ -97,7 +103,7 @@ def viewed(
 
     if isinstance(result, DTensorBase):
         if copied:
-            mark(result, base, redo)
+            mark(result, base, redo, write)
         else:
             note_viewed(result, base, func, args, kwargs)
         return result
