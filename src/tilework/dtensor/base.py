@@ -45,8 +45,8 @@ class DTensorBase(TiledTensor):
 
     _local_tensor: Tensor
     _spec: DTensorSpec
-    #: The gradient as it was last asked for.
-    _grad: DTensorBase | None = None
+    #: What is known of the gradient, and of a gradient.
+    _grads: GradRecord | None = None
     #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
     _deferred_grad: Callable[[], None] | None = None
     #: Of a view that is to be checked before use: if elements were moved, how the tensor is cut off
@@ -60,14 +60,8 @@ class DTensorBase(TiledTensor):
     _digest: int | None = None
     #: Of a view: how it was made of what it shows, which then counts too.
     _made: int | None = None
-    #: Of a leaf: the number of backward passes when the gradient was last cleared.
-    _cleared: int = 0
-    #: Of a gradient: the digest that it was last given, and that of what was written to it.
-    _noted: tuple[int, int | None] | None = None
     #: True if it was made while gradients were off, as the results of a user's own Function are.
     _made_without_grad: bool = False
-    #: The local tensor at places in the graph where gradients are partial, by the axes.
-    _aliases: dict[Ints, Alias] | None = None
 
     @property
     def __dict__(self) -> dict[str, Any]:
@@ -254,6 +248,26 @@ class Snapshot:
         self.count = self.own_count = 0
 
 
+class GradRecord:
+    """What is known of a tensor's gradient, and of a tensor that is a gradient."""
+
+    __slots__ = ("aliases", "cleared", "noted", "shown")
+
+    def __init__(self) -> None:
+        #: The gradient as it was last asked for.
+        self.shown: Any = None
+        #: The number of backward passes when the gradient was last cleared.
+        self.cleared = 0
+        #: Of a gradient: the digest that it was last given, and that of what was written to it.
+        self.noted: tuple[int, int | None] | None = None
+        #: The local tensor at places in the graph where gradients are partial, by the axes.
+        self.aliases: dict[Ints, Alias] = {}
+
+    def forget(self) -> None:
+        """Drop what was known of the tensor's gradient: the tensor shows other memory."""
+        self.shown, self.aliases = None, {}
+
+
 class Alias(NamedTuple):
     """The same local memory as a tensor at a place in the graph where gradients are partial."""
 
@@ -291,6 +305,14 @@ def data_of(tensor: Tensor) -> Tensor:
 
 #: Calls that make views outside of the graph.
 APART = (Tensor.detach, data_of)
+
+
+def grads_of(tensor: DTensorBase) -> GradRecord:
+    """The record of a tensor's gradient, made if there is none."""
+    grads = tensor._grads
+    if grads is None:
+        grads = tensor._grads = GradRecord()
+    return grads
 
 
 def own_memory(tensor: DTensorBase) -> Memory:

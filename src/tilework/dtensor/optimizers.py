@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from tilework.comm.per_call.internal import unrecorded
-from tilework.dtensor.base import is_moved
+from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.dtensor.base import grads_of, is_moved
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
@@ -121,7 +121,8 @@ def _on_locals(
                 continue
             if not _has_own_local(param):
                 return None
-            local = param._local_tensor
+            if is_moved(param) or ((grad := grads_of(param).shown) is not None and is_moved(grad)):
+                return None  # a write to a moved view must also reach the base's memory
             params.append(local)
             if state := optimizer.state.get(param):
                 if not _sharded_alike(param, state):
@@ -239,9 +240,14 @@ def _note_step(
         if param._spec.mesh is not mesh:
             mesh = param._spec.mesh
             passes = call_counts_of(mesh).passes
-        grad = param._grad
-        if grad is None or grad._local_tensor is not local or grad._noted == (grad._digest, None):
-            digest = hash((digest_of(param), step, passes, param._cleared))
+        grads = grads_of(param)
+        grad = grads.shown
+        if (
+            grad is None
+            or grad._local_tensor is not local
+            or grads_of(grad).noted == (grad._digest, None)
+        ):
+            digest = hash((digest_of(param), step, passes, grads.cleared))
         else:  # the gradient has a digest of the writes to it
             digest = hash((digest_of(param), step, note_gradient(param, grad)))
         for value in state.values():

@@ -14,7 +14,15 @@ from torch.nn import Parameter
 from tilework.comm import provenance_digest
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph
-from tilework.dtensor.base import DTensorBase, Memory, data_of, is_moved, memory_of, wrap_as
+from tilework.dtensor.base import (
+    DTensorBase,
+    Memory,
+    data_of,
+    grads_of,
+    is_moved,
+    memory_of,
+    wrap_as,
+)
 from tilework.dtensor.debug import causes
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.debug.picture import layout_page
@@ -80,7 +88,6 @@ class DTensor(DTensorBase):
         (torch.Size([2, 4]), 4.0)
     """
 
-    _grad: DTensor | None = None
     _dispatch: ClassVar[Dispatch]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -398,13 +405,15 @@ class DTensor(DTensorBase):
     def grad(self) -> DTensor | None:
         if self._deferred_grad is not None:
             self._deferred_grad()
-        known, local = self._grad, self._local_tensor.grad
+        local = self._local_tensor.grad
         if local is None:
             return None
+        grads = grads_of(self)
+        known: DTensor | None = grads.shown
         if known is None or known._local_tensor is not local:
             local = gradients.seen_grad(self, local)
             if known is None or known._local_tensor is not local:
-                known = self._grad = wrap(local, self._spec.grad_spec)
+                known = grads.shown = wrap(local, self._spec.grad_spec)
         note_gradient(self, known)
         return known
 
@@ -420,7 +429,6 @@ class DTensor(DTensorBase):
     def grad(self) -> None:
         self._deferred_grad = None
         note_cleared(self)
-        self._grad = None
         self._local_tensor.grad = None
 
     @property

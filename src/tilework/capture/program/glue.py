@@ -201,7 +201,7 @@ def write_leave(
     for place, leaf in graph.places:
         source.lines.append(f"{source.target(place)} = {text(leaf)}")
         if place.how == "grad" and place.owner.__class__ is DTensor:
-            source.lines.append(f"{source.name(place.owner)}._grad = None")
+            source.lines.append(f"{source.name(place.owner)}._grads = None")
     leaves = [text(leaf) for leaf in graph.result]
     if len(leaves) == 1 and tree == _LEAF:
         source.lines.append(f"return {leaves[0]}")

@@ -54,7 +54,7 @@ class StatePlace(NamedTuple):
         elif self.how == "grad":
             plain(self.owner).grad = value
             if self.owner.__class__ is DTensor:
-                forget_grad(self.owner)
+                self.owner._grads = None
         else:
             setattr(self.owner, self.key, value)
 

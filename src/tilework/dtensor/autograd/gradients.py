@@ -21,6 +21,7 @@ from tilework.dtensor.base import (
     Memory,
     Place,
     base_in_graph,
+    grads_of,
     is_moved,
     memory_of,
     own_memory,
@@ -94,7 +95,7 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
 
 def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     """Make ``value`` the tensor's gradient."""
-    tensor._grad = None
+    grads_of(tensor).shown = None
     refuse_torch_dtensor(value, "the gradient of a DTensor")
     if not isinstance(value, DTensorBase):
         raise TypeError(
@@ -114,7 +115,7 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         if not local.requires_grad:
             moved_views.mark(grad, value.detach(), _placed_as(spec), _write_placed)  # type: ignore[arg-type]
     tensor._local_tensor.grad = grad._local_tensor
-    tensor._grad = grad
+    grads_of(tensor).shown = grad
 
 
 def _placed_as(spec: DTensorSpec) -> Callable[[Any], Any]:
@@ -141,7 +142,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         )
     if _is_all_of(value, tensor):
         return
-    tensor._aliases = None  # which are in the graph, and would pass for a use
+    grads_of(tensor).aliases = {}  # which are in the graph, and would pass for a use
     used = _is_in_graph(tensor)
     _check_may_get_data(tensor, value, used)
     digest, start = digest_of(value), offset_of(value)
@@ -157,7 +158,8 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         with torch.inference_mode(False):
             shown = shown.clone()
     _set_local_data(tensor, shown, value._spec)
-    tensor._spec, tensor._grad = value._spec.copy(), None
+    tensor._spec = value._spec.copy()
+    grads_of(tensor).forget()
     note_write(tensor, digest)
     if not is_new:
         moved_views.share_memory(tensor, value, start)
@@ -188,7 +190,8 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Give ``tensor`` the memory, shape and layout of ``value``, an in-place result. Local."""
     check_no_leaf(tensor)
     _leave_memory(tensor)
-    tensor._memory, tensor._grad, tensor._aliases = Memory(), None, None
+    tensor._memory = Memory()
+    grads_of(tensor).forget()
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
     note_write(tensor, digest_of(value))
     show_shape(tensor)
@@ -280,7 +283,8 @@ def seen_grad(tensor: DTensorBase, grad: Tensor) -> Tensor:
     """The local gradient of a tensor as the program sees it, and as the tensor keeps it."""
     if not grad.requires_grad:
         return grad
-    known = None if tensor._grad is None else tensor._grad._local_tensor
+    shown = grads_of(tensor).shown
+    known = None if shown is None else shown._local_tensor
     if grad is not known:
         grad = tensor._local_tensor.grad = as_seen(grad, tensor._spec, known)
     return grad

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilework.comm.world import current_world
 from tilework.dtensor.autograd.grad_reduction import PendingGrad, PendingGrads
 from tilework.dtensor.autograd.local_graph import local_of
-from tilework.dtensor.base import Alias, DTensorBase
+from tilework.dtensor.base import Alias, DTensorBase, grads_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
@@ -35,9 +35,7 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
     local = local_of(tensor)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return local
-    aliases = tensor._aliases
-    if aliases is None:
-        aliases = tensor._aliases = {}
+    aliases = grads_of(tensor).aliases
     known = aliases.get(axes)
     if (
         known is None
@@ -121,7 +119,7 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
     shortcut = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
         local_of(tensor), (source, result._spec, partial), Moved(digest_of(tensor)), local.detach()
     )
-    result._aliases = {**(result._aliases or {}), axes: Alias(shortcut, local, local.grad_fn)}
+    grads_of(result).aliases[axes] = Alias(shortcut, local, local.grad_fn)
 
 
 def redistribute_with_gradient(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance_digest
-from tilework.dtensor.base import DTensorBase, memory_of
+from tilework.dtensor.base import DTensorBase, grads_of, memory_of
 from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
@@ -101,7 +101,9 @@ def follow_memory(tensor: DTensorBase) -> None:
 
 def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of a write to it, and mix that into the digests of all views."""
-    if tensor._noted is not None:  # a gradient, which the next pass adds to
+    if (
+        grads := tensor._grads
+    ) is not None and grads.noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, call_counts_of(tensor._spec.mesh).passes))
     memory = memory_of(tensor)
     is_view = tensor._made is not None or tensor._viewed is not None
@@ -126,21 +128,24 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
     Returns:
         The digest.
     """
-    digest, noted, passes = grad._digest, grad._noted, call_counts_of(tensor._spec.mesh).passes
+    digest, passes, its = grad._digest, call_counts_of(tensor._spec.mesh).passes, grads_of(grad)
+    noted = its.noted
     # What the program has written, or made it of; None: nothing.
     written = noted[1] if noted is not None and noted[0] == digest else digest
     if written is None:
-        digest = hash((digest_of(tensor), passes, tensor._cleared))
+        digest = hash((digest_of(tensor), passes, grads_of(tensor).cleared))
     else:
         digest = hash((written, passes))
-    grad._digest, grad._noted = digest, (digest, written)
+    grad._digest, its.noted = digest, (digest, written)
     return digest
 
 
 def note_cleared(tensor: DTensorBase) -> None:
     """Note that a tensor's gradient is about to be cleared: later gradients are new."""
     if tensor._local_tensor.grad is not None:
-        tensor._cleared = call_counts_of(tensor._spec.mesh).passes
+        grads_of(tensor).cleared = call_counts_of(tensor._spec.mesh).passes
+    if tensor._grads is not None:
+        tensor._grads.shown = None
 
 
 def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:

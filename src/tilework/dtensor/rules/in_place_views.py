@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd.gradients import become, check_no_leaf, show_shape
-from tilework.dtensor.base import APART, memory_of, own_memory, owner_of
+from tilework.dtensor.base import APART, grads_of, memory_of, own_memory, owner_of
 from tilework.dtensor.dispatch.checked_writes import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
 from tilework.dtensor.provenance.digests import digest_of, note_write
@@ -47,7 +47,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     memory_of(tensor).room = room_of(tensor)
     start, digest, viewed = offset_of(result), digest_of(result), tensor._viewed
     tensor._local_tensor, tensor._spec = result._local_tensor, result._spec.copy()
-    tensor._grad = tensor._aliases = None
+    grads_of(tensor).forget()
     if viewed is None:
         note_start(tensor, start)
     else:
