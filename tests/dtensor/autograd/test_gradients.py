@@ -490,37 +490,17 @@ def test_a_hook_may_not_change_the_shape() -> None:
     run_ranks(2, program)
 
 
-def test_batches_of_gradients_are_those_of_their_rows() -> None:
-    whole, batch = torch.randn(3, 2), torch.randn(4, 3, 2)
-
-    def run(x: Tensor, grads: Tensor) -> list[Tensor | None]:
-        unused = x.detach().clone().requires_grad_()
-        first = torch.autograd.grad(
-            x.sin(), [x, unused], grads, is_grads_batched=True, create_graph=True, allow_unused=True
-        )
-        assert first[0] is not None
-        (second,) = torch.autograd.grad(first[0].square().sum(), x)
-        return [*first, second]
-
-    expected = run(whole.clone().requires_grad_(), batch)
-    jacobian_of: Any = torch.autograd.functional.jacobian
-    jacobian = jacobian_of(torch.sin, whole, vectorize=True)
-
+def test_batches_of_gradients_are_refused() -> None:
     def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
-        for grads in (batch, distribute_tensor(batch, mesh, [Shard(1)])):
-            got = run(x, grads)
-            for one, want in zip(got, expected, strict=True):
-                assert (one is None) == (want is None)
-                if want is not None:
-                    assert_close(full(one), want)
-        mapped = jacobian_of(torch.sin, x, vectorize=True)
-        assert_close(full(mapped), jacobian)
-        with pytest.raises(RuntimeError, match="expected"):
-            torch.autograd.grad(x.sin(), x, torch.ones(4, 2), is_grads_batched=True)
+        x = distribute_tensor(torch.randn(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        x.requires_grad_()
+        with pytest.raises(RuntimeError, match="for each row of grad_outputs"):
+            torch.autograd.grad(x.sin(), x, torch.ones(4, 3, 2), is_grads_batched=True)
+        jacobian: Any = torch.autograd.functional.jacobian
+        with pytest.raises(RuntimeError, match="for each row of grad_outputs"):
+            jacobian(torch.sin, x, vectorize=True)
 
-    run_ranks(4, program)
+    run_ranks(2, program)
 
 
 def test_what_a_hook_returns_is_checked() -> None:
@@ -552,33 +532,6 @@ def test_a_gradient_that_is_not_given_is_one_for_real_numbers() -> None:
             x.sum().backward()
         with pytest.raises(TypeError, match="either Tensors or None, but got float"):
             torch.autograd.backward([x * 2], [3.0])  # type: ignore[list-item]
-
-    run_ranks(2, program)
-
-
-def test_batches_of_gradients_for_what_is_not_used() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x, z = (
-            distribute_tensor(torch.ones(size), mesh, [Shard(0)]).requires_grad_()
-            for size in (4, 3)
-        )
-        got = torch.autograd.grad(
-            x * 2, [x, z], torch.eye(4), is_grads_batched=True, materialize_grads=True
-        )
-        assert got[0].shape == (4, 4)
-        assert torch.equal(got[1].full_tensor(), torch.zeros(3))  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=r"the same number of rows, got \[4, 2\]"):
-            torch.autograd.grad(
-                [x * 2, z * 2], [x, z], [torch.eye(4), torch.ones(2, 3)], is_grads_batched=True
-            )
-        with pytest.raises(ValueError, match="allow_unused=False"):
-            torch.autograd.grad(
-                *(x * 2, [x], torch.eye(4)),
-                is_grads_batched=True,
-                materialize_grads=True,
-                allow_unused=False,
-            )
 
     run_ranks(2, program)
 

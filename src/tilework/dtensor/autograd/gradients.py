@@ -9,7 +9,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd.batched_grads import batched_grads
 from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, local_of
@@ -546,12 +545,11 @@ def autograd_grad(
     outs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     ins = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if is_grads_batched:
-        named = {
-            "create_graph": create_graph,
-            "allow_unused": allow_unused,
-            "materialize_grads": materialize_grads,
-        }
-        return batched_grads(autograd_grad, outs, ins, grad_outputs, retain_graph, named)
+        raise RuntimeError(
+            "is_grads_batched=True (and vectorize=True) maps over tensors, which cannot "
+            "communicate then, and some are DTensors: call torch.autograd.grad for each row of "
+            "grad_outputs"
+        )
     roots = _roots(outs, grad_outputs)
     places = [_place_of(tensor) for tensor in ins]
     locals_ = [local for local, _ in places]
