@@ -111,10 +111,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "dtensor/autograd/partial_grads.py": ("dtensor/autograd/test_gradients.py",),
     "dtensor/construction/creation.py": ("dtensor/random/test_generator.py",),
     "dtensor/construction/distribute.py": ("dtensor/test_api.py",),
-    # Every operator runs through these.
-    "dtensor/dispatch/call_key.py": ("dtensor/dispatch/test_call.py", "dtensor/test_verify.py"),
-    "dtensor/dispatch/finishing.py": ("dtensor/dispatch/test_call.py",),
-    "dtensor/dispatch/ways.py": ("dtensor/dispatch/test_call.py",),
     "dtensor/module.py": ("dtensor/test_api.py", "torch_backend/test_dtensors.py"),
     "dtensor/propagation/op_sharding.py": (
         "dtensor/dispatch/test_call.py",

@@ -21,7 +21,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.debug import causes
-from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.propagation.dtensor_call import content_hash
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Partial, Placement, Replicate, Shard

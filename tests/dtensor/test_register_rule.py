@@ -24,7 +24,7 @@ from tilework.dtensor import (
     register_rule,
     strict,
 )
-from tilework.dtensor.handlers import forget_handler
+from tilework.dtensor.base import forget_handler
 from tilework.testing import run_ranks
 from tilework.tiled import op_table
 

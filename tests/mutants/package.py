@@ -124,21 +124,21 @@ GRADIENTS = [
 COMPARISONS = [
     fault(
         "DTensor: plain tensors are not verified",
-        "dtensor/dispatch/call_key.py",
+        "dtensor/dispatch/call.py",
         "    seeds.append(content_digest(arg))\n",
         "    seeds.append(0)\n",
         "tests/dtensor/test_verify.py",
     ),
     fault(
-        "call_key: numbers count by their kinds",
-        "dtensor/dispatch/call_key.py",
+        "call: numbers count by their kinds",
+        "dtensor/dispatch/call.py",
         "            key.append(arg if arg and kind is not complex else repr(arg))",
         "            pass",
         "tests/csrc/python/test_operator_call.py",
     ),
     fault(
-        "finishing: copies in torch show memory",
-        "dtensor/dispatch/finishing.py",
+        "ways: copies in torch show memory",
+        "dtensor/dispatch/ways.py",
         "    return result.clone() if storage_of(result)",
         "    return result if storage_of(result)",
         "tests/dtensor/rules/test_reshaping.py",

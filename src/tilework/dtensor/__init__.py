@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tilework.dtensor import optimizers, rules, tracing, untraced
-from tilework.dtensor.autograd import function_inputs, torch_backward
+from tilework.dtensor.autograd import local_graph, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.causes import GatherWarning, explain, strict
@@ -20,7 +20,7 @@ from tilework.dtensor.like_torch import (
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module, module_from_torch, module_to_torch
 from tilework.dtensor.propagation.register_rule import register_rule
-from tilework.dtensor.provenance.mode import verifying
+from tilework.dtensor.provenance.content import verifying
 from tilework.dtensor.random import distributions
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
@@ -81,7 +81,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, distributions, foreach, function_inputs, optimizers, rules, tracing, untraced
+del call, distributions, foreach, local_graph, optimizers, rules, tracing, untraced
 del tensor_attributes, torch_backward
 
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Box, Placement, Tiling
 from tilework.mesh import DeviceMesh
-from tilework.tiled import TiledTensor
+from tilework.tiled import Handler, TiledTensor, packet_of
 
 DTensorT = TypeVar("DTensorT", bound="DTensorBase")
 
@@ -45,10 +45,8 @@ class DTensorBase(TiledTensor):
 
     _local_tensor: Tensor
     _spec: DTensorSpec
-    #: What is known of the gradient, and of a gradient.
+    #: Records of the gradient, and of a tensor that is a gradient.
     _grads: GradRecord | None = None
-    #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
-    _deferred_grad: Callable[[], None] | None = None
     #: Of a view that is to be checked before use: if elements were moved, how the tensor is cut off
     #: the graph of these: "" (not at all), "detach" or "data". See ``views/moved_views.py``.
     _view_of: str | None = None
@@ -175,17 +173,17 @@ def given_digest(tensor: DTensorBase) -> int:
 
 def defer_grad(tensor: DTensorBase, reduce: Callable[[], None] | None) -> None:
     """Let ``tensor.grad`` call ``reduce`` before it is read; None: no longer. Local."""
-    tensor._deferred_grad = reduce
+    grads_of(tensor).deferred = reduce
 
 
 def deferred_grad(tensor: DTensorBase) -> Callable[[], None] | None:
-    """The function that :func:`defer_grad` was given; None if none waits. Local."""
-    return tensor._deferred_grad
+    """The function that :func:`defer_grad` was given. Local."""
+    return None if tensor._grads is None else tensor._grads.deferred
 
 
 def forget_grad(tensor: DTensorBase) -> None:
     """Forget the DTensor that ``tensor.grad`` returned: the local gradient is another. Local."""
-    tensor._grad = None
+    grads_of(tensor).shown = None
 
 
 # -- records that a tensor keeps -------------------------------------------------------------
@@ -249,13 +247,15 @@ class Snapshot:
 
 
 class GradRecord:
-    """What is known of a tensor's gradient, and of a tensor that is a gradient."""
+    """Records of a tensor's gradient, and of a tensor that is a gradient."""
 
-    __slots__ = ("aliases", "cleared", "noted", "shown")
+    __slots__ = ("aliases", "cleared", "deferred", "noted", "shown")
 
     def __init__(self) -> None:
         #: The gradient as it was last asked for.
         self.shown: Any = None
+        #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
+        self.deferred: Callable[[], None] | None = None
         #: The number of backward passes when the gradient was last cleared.
         self.cleared = 0
         #: Of a gradient: the digest that it was last given, and that of what was written to it.
@@ -393,3 +393,15 @@ def is_stale(tensor: DTensorBase) -> bool:
         or writes_to(shown.base) != shown.count
         or version_of(shown.local) != shown.own_count
     )
+
+
+#: What runs each function on DTensors; filled when a function is first met.
+HANDLERS: dict[Any, Handler] = {}
+
+
+def forget_handler(func: Any) -> None:
+    """Look up a function's handler again at the next call."""
+    packet = packet_of(func)
+    for known in list(HANDLERS):
+        if known is func or packet_of(known) is packet:
+            del HANDLERS[known]

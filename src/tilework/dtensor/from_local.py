@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.operations.internal import agree, check_equal
-from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.propagation.dtensor_call import content_hash
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of

@@ -15,20 +15,21 @@ from tilework.dtensor.from_local import sizes_along
 from tilework.dtensor.part_cuts import Cut, CutLayer, cut_of
 from tilework.dtensor.plain_replicas import compare_plain, content_of
 from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
-from tilework.dtensor.propagation.dtensor_call import unseen
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.plain_inputs import content_hash, replicated_spec
-from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.dtensor_call import (
+    content_hash,
+    replicated_spec,
+    tensors_in,
+    unseen,
+)
+from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.without_overrides import without_override_checks
-from tilework.dtensor.provenance.call_counts import call_counts_of
-from tilework.dtensor.provenance.content import hash_of
-from tilework.dtensor.provenance.digests import digest_of, stable_digest
+from tilework.dtensor.provenance.content import hash_of, mode
+from tilework.dtensor.provenance.digests import call_counts_of, digest_of, stable_digest
 from tilework.dtensor.provenance.meaning import carried
-from tilework.dtensor.provenance.mode import mode
-from tilework.dtensor.provenance.plain_parts import note_input, note_output
+from tilework.dtensor.provenance.replicas import note_input, note_output
 from tilework.dtensor.rank_part import RankPart, as_rank_part, plain_of
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import empty_local, wrap
-from tilework.dtensor.torch_counts import is_shown_elsewhere
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
 from tilework.dtensor.untraced import NOT_TRACED
+from tilework.dtensor.views.places import is_shown_elsewhere

@@ -21,11 +21,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.comm.per_call.internal import unrecorded
 from tilework.dtensor.base import grads_of, is_moved
-from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
+    call_counts_of,
     digest_of,
     note_gradient,
     note_write,
@@ -119,9 +119,13 @@ def _on_locals(
                 if (state := optimizer.state.get(param)) is not None:
                     states[param] = state
                 continue
-            if not _has_own_local(param):
+            grads = grads_of(param)
+            if grads.deferred is not None:
+                grads.deferred()
+            local = param._local_tensor
+            if param._spec.partial_axes or not param._spec.takes_part:
                 return None
-            if is_moved(param) or ((grad := grads_of(param).shown) is not None and is_moved(grad)):
+            if is_moved(param) or (grads.shown is not None and is_moved(grads.shown)):
                 return None  # a write to a moved view must also reach the base's memory
             params.append(local)
             if state := optimizer.state.get(param):

@@ -20,10 +20,15 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
-from tilework.dtensor.propagation.dtensor_call import unseen
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.dtensor_call import (
+    Args,
+    Kwargs,
+    replicated_spec,
+    tensors_in,
+    unseen,
+    with_tensors,
+)
+from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.mesh import DeviceMesh
 from tilework.tiled import Decomposition, Dim, Factor, LocalCall, find, volume

@@ -22,7 +22,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import all_reduce
 from tilework.comm.provenance_digest import OF_A_DTENSOR, carrying
 from tilework.dtensor.part_cuts import Cut, common, cuts_of_results, of_the_part
-from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.dtensor_call import tensors_in
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import stable_digest
 

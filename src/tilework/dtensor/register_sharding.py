@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.handlers import forget_handler
+from tilework.dtensor.base import forget_handler
 from tilework.layout import Partial, Shard
 from tilework.layout.internal import native_placement
 from tilework.tiled import Arg, Factor, RuleResult, local_call, override_rule

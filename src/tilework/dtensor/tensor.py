@@ -15,6 +15,7 @@ from tilework.comm import provenance_digest
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph
 from tilework.dtensor.base import (
+    HANDLERS,
     DTensorBase,
     Memory,
     data_of,
@@ -32,7 +33,6 @@ from tilework.dtensor.from_local import (
     shape_of_equals,
     spec_from_local,
 )
-from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.digests import (
     digest_of,
@@ -403,12 +403,12 @@ class DTensor(DTensorBase):
 
     @property
     def grad(self) -> DTensor | None:
-        if self._deferred_grad is not None:
-            self._deferred_grad()
+        grads = grads_of(self)
+        if grads.deferred is not None:
+            grads.deferred()
         local = self._local_tensor.grad
         if local is None:
             return None
-        grads = grads_of(self)
         known: DTensor | None = grads.shown
         if known is None or known._local_tensor is not local:
             local = gradients.seen_grad(self, local)
@@ -422,12 +422,11 @@ class DTensor(DTensorBase):
         if value is None:
             del self.grad
         else:
-            self._deferred_grad = None
+            grads_of(self).deferred = None
             gradients.set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        self._deferred_grad = None
         note_cleared(self)
         self._local_tensor.grad = None
 

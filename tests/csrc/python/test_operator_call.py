@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tests.dtensor.op_db.calls import operators, samples_of
 from tests.dtensor.sharded_values import cut
 from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
+from tilework.dtensor.base import HANDLERS
 from tilework.dtensor.dispatch import call
 from tilework.dtensor.dispatch.call import Operator
-from tilework.dtensor.handlers import HANDLERS
-from tilework.dtensor.propagation.dtensor_call import DTensorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall, tensors_in
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
-from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks

@@ -31,7 +31,7 @@ from tilework.dtensor import (
     randn,
     zeros,
 )
-from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.propagation.dtensor_call import content_hash
 from tilework.dtensor.random.generator import next_key
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks

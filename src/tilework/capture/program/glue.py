@@ -21,7 +21,7 @@ from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import wrap_as
+from tilework.dtensor.internal import forget_grad, wrap_as
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
@@ -201,7 +201,7 @@ def write_leave(
     for place, leaf in graph.places:
         source.lines.append(f"{source.target(place)} = {text(leaf)}")
         if place.how == "grad" and place.owner.__class__ is DTensor:
-            source.lines.append(f"{source.name(place.owner)}._grads = None")
+            source.lines.append(f"{source.name(forget_grad)}({source.name(place.owner)})")
     leaves = [text(leaf) for leaf in graph.result]
     if len(leaves) == 1 and tree == _LEAF:
         source.lines.append(f"return {leaves[0]}")

@@ -54,7 +54,7 @@ class StatePlace(NamedTuple):
         elif self.how == "grad":
             plain(self.owner).grad = value
             if self.owner.__class__ is DTensor:
-                self.owner._grads = None
+                forget_grad(self.owner)
         else:
             setattr(self.owner, self.key, value)
 

@@ -16,7 +16,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import all_reduce
 from tilework.comm.per_call.internal import current_recorder
 from tilework.dtensor.debug import causes
-from tilework.dtensor.provenance.call_counts import call_counts_of
+from tilework.dtensor.provenance.digests import call_counts_of
 from tilework.dtensor.provenance.meaning import TensorText, moving
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, Ints

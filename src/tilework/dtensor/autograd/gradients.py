@@ -9,9 +9,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.autograd.expanded_grads import watching
-from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, local_of
+from tilework.dtensor.autograd.local_graph import WayBack, as_seen, in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import (
     APART,
@@ -20,24 +19,30 @@ from tilework.dtensor.base import (
     Memory,
     Place,
     base_in_graph,
+    deferred_grad,
     grads_of,
     is_moved,
     memory_of,
     own_memory,
     wrap_as,
 )
-from tilework.dtensor.provenance.call_counts import call_counts_of
-from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
+from tilework.dtensor.provenance.digests import (
+    call_counts_of,
+    digest_of,
+    note_write,
+    plain_or_digest,
+    seeds_in,
+)
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import (
     redistribute_local,
     with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.torch_counts import holders, living, show_as
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.memory_layout import offset_of, room_of
+from tilework.dtensor.views.places import holders, living, show_as
 from tilework.layout import Placement
 
 
@@ -440,8 +445,8 @@ def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor,
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Register a hook on a tensor's gradient, and return the handle: ``DTensor.register_hook``."""
-    if tensor._deferred_grad is not None:  # of passes before: not for this hook
-        tensor._deferred_grad()
+    if (reduce := deferred_grad(tensor)) is not None:  # of passes before: not for this hook
+        reduce()
     local: Any = in_graph(tensor)
     _ = tensor._spec.grad_spec  # raises for what has none
     # The graph holds the hook: if that held the tensor, neither would ever be freed.
@@ -494,8 +499,8 @@ def register_post_accumulate_grad_hook(
     Returns:
         What removes the hook again, by ``remove()``.
     """
-    if tensor._deferred_grad is not None:  # of passes before: not for this hook
-        tensor._deferred_grad()
+    if (reduce := deferred_grad(tensor)) is not None:  # of passes before: not for this hook
+        reduce()
     local: Any = in_graph(tensor)
     has_grad = [False]
     # The graph holds the hook: if that held the tensor, neither would ever be freed.

@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
-from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
-from tilework.dtensor.provenance.call_counts import call_counts_of
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.digests import digest_of, plain_or_digest
+from tilework.dtensor.provenance.digests import call_counts_of, digest_of, plain_or_digest
 from tilework.dtensor.provenance.meaning import Moved
-from tilework.dtensor.redistribution.adjoint import Adjoint
-from tilework.dtensor.redistribution.redistribute import pull_back, redistribute_local
+from tilework.dtensor.redistribution.prepared import Adjoint
+from tilework.dtensor.redistribution.redistribute import counted_once, pull_back, redistribute_local
 from tilework.dtensor.spec import DTensorSpec
-from tilework.dtensor.torch_counts import holders, show_as
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.places import (
     check_unwritten,
+    holders,
     is_written_since,
     leave_graph_of_wrappers,
+    note_taken,
+    show_as,
 )
+
+
+def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Tensor:
+    """The local gradient from the graph, in the same memory, to be counted once. Local.
+
+    The gradient is returned as it is if the tensor is no partial sum, or if the gradient is not
+    differentiated further.
+
+    Args:
+        grad: The local gradient.
+        spec: The layout of the tensor.
+        before: The gradient that the program saw earlier, if backward passes have only added to
+            that since: this term of ``grad`` is counted already. None: there was none.
+    """
+    if not grad.requires_grad or spec.reduce_op != "sum":
+        return grad
+    with torch.inference_mode(False), torch.enable_grad():
+        if before is None or not before.requires_grad:
+            return counted_once(grad, spec.dual, spec.partial_axes)
+        seen: Tensor = _Seen.apply(grad, before, spec)  # type: ignore[no-untyped-call]
+    return seen
+
+
+class _Seen(LocalFunction):
+    """The identity on a sum, of which the term ``before`` is counted once already.
+
+    The backward pass leaves the gradient of that term alone, and counts that of the others once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, before: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dual = ctx.spec.dual
+        counted = redistribute_local(grad, dual, dual.as_partial(ctx.spec.partial_axes))
+        return counted, grad - counted, None  # the term is part of the sum, too
+
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -362,3 +405,70 @@ class WayBack:
 def plain(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor; other tensors as they are."""
     return local_of(tensor) if isinstance(tensor, DTensorBase) else tensor
+
+
+#: In torch's error for a Function that writes to a leaf in place.
+_LEAF_WRITTEN = "a leaf Variable that requires grad has been used in an in-place operation"
+
+
+def linking(original: Any) -> Any:
+    """A replacement of ``torch.autograd.Function.apply`` that links DTensors among the results."""
+
+    @functools.wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple([_as_leaf(arg) for arg in args])
+        kwargs = {name: _as_leaf(arg) for name, arg in kwargs.items()}
+        try:
+            results = original(cls, *args, **kwargs)
+        except RuntimeError as error:
+            if _LEAF_WRITTEN not in str(error) or not any(map(_is_computed, args)):
+                raise
+            raise RuntimeError(
+                f"{cls.__name__} calls mark_dirty() on a DTensor that was computed by operators. "
+                f"torch takes that DTensor for a leaf, and refuses the write: return a new tensor "
+                f"instead, or apply {cls.__name__} to to_local()"
+            ) from error
+        link_results(results if results.__class__ is tuple else (results,))
+        return results
+
+    return classmethod(apply)
+
+
+def _is_computed(arg: Any) -> bool:
+    return isinstance(arg, DTensorBase) and not arg.is_leaf
+
+
+def _as_leaf(arg: Any) -> Any:
+    if isinstance(arg, DTensorBase):
+        if arg._viewed is not None:  # what it shows may have entered the graph since
+            local_of(arg)
+            mirror_requires_grad(arg)
+        note_taken(arg)
+    is_result = isinstance(arg, DTensorBase) and arg._made_without_grad
+    return as_leaf(arg) if is_result else arg
+
+
+_function: Any = torch.autograd.Function
+_function.apply = linking(_function.apply.__func__)
+
+
+def noting_saved(original: Any) -> Any:
+    """A replacement of a checkpoint's ``save_inputs`` that notes which DTensors C++ saves.
+
+    torch compares the versions of saved tensors later: writes to them must be counted.
+    """
+
+    @functools.wraps(original)
+    def save_inputs(frame: Any, *args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, DTensorBase):
+                note_taken(arg)
+        return original(frame, *args)
+
+    return save_inputs
+
+
+# Torch before 2.13 saves them by a Function, which the above takes in.
+_frame: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+if hasattr(_frame, "save_inputs"):
+    _frame.save_inputs = noting_saved(_frame.save_inputs)

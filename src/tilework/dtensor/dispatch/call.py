@@ -2,55 +2,62 @@
 
 A call has four parts:
 
-1. the *key* (``call_key.py``): function, layouts, dtypes and other arguments. It finds the call's
-   sharding in the mesh's cache; the first such call has it propagated (``propagation/``);
+1. the *key*: function, layouts, dtypes and other arguments. It finds the call's sharding in the
+   mesh's cache; the first such call has it propagated (``propagation/``);
 2. the *fast path*, if all tensors are taken as they are: torch's operator on the local tensors;
 3. otherwise the way that the sharding says (``ways.py``): some tensors are redistributed first, or
-   taken through an alias that reduces their gradient (``local_inputs.py``);
-4. the steps to *results* (``finishing.py``), which become DTensors or are written.
+   taken through an alias that reduces their gradient;
+4. the steps to *results*, which become DTensors or are written.
+
+Functions that make DTensors by themselves are :func:`tracked`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.comm import provenance_digest
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.base import wrap_as
+from tilework.dtensor.base import HANDLERS, wrap_as
 from tilework.dtensor.dispatch import tensor_attributes
-from tilework.dtensor.dispatch.call_key import (
-    END,
-    add_to_key,
-    in_order,
-    mesh_of,
-    parameter_names,
-)
-from tilework.dtensor.dispatch.checked_writes import check_write
+from tilework.dtensor.dispatch.checked_writes import check_writable, check_write
 from tilework.dtensor.dispatch.results import (
     call_with_out,
+    came_from,
     write_to_plain,
 )
-from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.ways import Ways
-from tilework.dtensor.handlers import HANDLERS
-from tilework.dtensor.propagation.dtensor_call import DTensorCall
+from tilework.dtensor.propagation.dtensor_call import (
+    Args,
+    DTensorCall,
+    Kwargs,
+    tensors_in,
+    with_tensors,
+)
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
 from tilework.dtensor.propagation.propagator import (
     ShardingPropagator,
     written_to,
 )
-from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.without_overrides import without_override_checks
+from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import (
     call_digest,
     digest_of,
+    note_write,
     number_seed,
+    seeds_in,
+    stable_digest,
 )
+from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import (
     is_of_torch_distributed,
@@ -59,10 +66,210 @@ from tilework.dtensor.torch_tensors import (
     refuse_torch_dtensor,
     refuse_within_torch,
 )
+from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.moved_views import check_fresh
+from tilework.dtensor.views.places import count_write
+from tilework.mesh import DeviceMesh
 from tilework.mesh.internal import check_device_is_there
 from tilework.models import original as original_init
-from tilework.tiled import Handler, OpEntry, canonical_name, find, normalized
+from tilework.tiled import (
+    Handler,
+    OpEntry,
+    TiledTensor,
+    aten_parameters,
+    canonical_name,
+    find,
+    normalized,
+)
+
+NUMBERS = frozenset({int, float, bool, complex})
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+#: Ends a sequence in a key.
+END = object()
+
+
+def add_to_key(
+    arg: Any, key: list[Any], tensors: list[Tensor], seeds: list[Any], values_matter: bool
+) -> bool:
+    """Add an argument to the key, and its tensors to ``tensors``; True if it has no tensors.
+
+    Args:
+        arg: The argument.
+        key: The key so far.
+        tensors: The call's tensors so far.
+        seeds: Their digests, and numbers that are not in the key.
+        values_matter: True if the values of numbers belong to the key, not only their types.
+    """
+    if isinstance(arg, Tensor):
+        _add_tensor(arg, key, tensors, seeds)
+        return False
+    kind = arg.__class__
+    key.append(kind)
+    if kind in NUMBERS:
+        if values_matter:
+            key.append(arg if arg and kind is not complex else repr(arg))  # 0.0 equals -0.0
+        else:
+            seeds.append(number_seed(arg))
+        return True
+    if kind in _SEQUENCES or kind is dict:
+        items = arg if kind is not dict else [part for item in arg.items() for part in item]
+        plain = [add_to_key(item, key, tensors, seeds, values_matter) for item in items]
+        key.append(END)
+        return all(plain)
+    if kind is slice:  # slices have no hash, and a tensor in one stands for a number
+        ends = (arg.start, arg.stop, arg.step)
+        arg = tuple([end if end is None else index(end) for end in ends])
+    elif isinstance(arg, float | complex):  # numpy's
+        arg = repr(arg)
+    key.append(arg)
+    return True
+
+
+def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[Any]) -> None:
+    kind = arg.__class__
+    if kind is DTensor:
+        dtensor: Any = arg
+        if dtensor._view_of is not None:
+            moved_views.check_fresh(dtensor)
+        tensors.append(arg)
+        seeds.append(digest_of(dtensor))
+        key.append(id(dtensor._spec))
+        key.append(dtensor._local_tensor.dtype)
+        return
+    if kind is not Tensor and isinstance(arg, TiledTensor):
+        raise RuntimeError(
+            f"a {kind.__name__} and a DTensor meet in one operator: convert the {kind.__name__} "
+            f"with to_dtensor(), or the DTensor with to_sharded()"
+        )
+    tensors.append(arg)
+    seeds.append(content_digest(arg))
+    key += (kind, arg.shape, arg.dtype)
+    if arg.layout is torch.strided and not arg.is_contiguous():
+        key.append(arg.stride())
+
+
+def parameter_names(entry: OpEntry) -> tuple[str, ...]:
+    """The names of an operator's arguments in order, as in the rules and in torch.
+
+    The names of positional arguments come first, for every form of the call.
+    """
+    by_rules = [
+        list(signature(rule).parameters.values())
+        for rule in (entry.dtensor_rule, entry.rule)
+        if rule is not None
+    ]
+    of_torch = ["input" if name == "self" else name for name in aten_parameters(entry.name)]
+    positions = next(
+        (each for each in by_rules if each and all(p.kind is not p.VAR_POSITIONAL for p in each)),
+        None,
+    )
+    names = [name for name in of_torch if name != "dtype"]
+    if positions is not None:
+        names = [parameter.name for parameter in positions]
+    others = [parameter.name for each in by_rules for parameter in each]
+    return tuple(dict.fromkeys([*names, *others, "input", *of_torch]))
+
+
+def in_order(kwargs: Kwargs, names: Sequence[str]) -> Kwargs:
+    """Arguments in the order of ``names``, others last: rules count tensors by their place."""
+    return {name: kwargs[name] for name in names if name in kwargs} | kwargs
+
+
+def mesh_of(tensors: Sequence[Tensor]) -> DeviceMesh:
+    """The mesh of a call's DTensors.
+
+    Raises:
+        ValueError: They are on different meshes.
+    """
+    mesh: DeviceMesh | None = None
+    for tensor in tensors:
+        if tensor.__class__ is DTensor:
+            other = tensor._spec.mesh
+            if mesh is None:
+                mesh = other
+            elif other is not mesh and other != mesh:
+                raise ValueError(
+                    f"DTensors on different meshes meet in one operator: {mesh} and {other}; make "
+                    f"one of them plain with full_tensor(), and a DTensor on the other's mesh"
+                )
+    assert mesh is not None
+    return mesh
+
+
+#: Random fills, which leave nothing of the values before.
+_FILLS = frozenset(
+    f"{name}_"
+    for name in (
+        *("uniform", "normal", "log_normal", "exponential", "cauchy", "geometric", "random"),
+        *("bernoulli", "constant", "kaiming_uniform"),
+    )
+)
+#: In place, but they only change dims, or the place in the graph.
+_WRITES_NOTHING = frozenset(
+    f"{name}_"
+    for name in (
+        *("transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as"),
+        *("detach", "requires_grad", "set"),
+    )
+)
+
+
+def tracked(name: str, handler: Handler) -> Handler:
+    """A handler whose collectives and results carry the digest of the operator and the operands.
+
+    Args:
+        name: torch's name of the operator; with a final "_" it writes to the first argument.
+        handler: Runs it.
+    """
+    own = stable_digest(name)
+    writes = name.endswith("_") and not name.endswith("__")  # as __float__ does
+    first = int(name in _FILLS)
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if writes and name not in _WRITES_NOTHING and args:
+            check_writable(name[:-1], args[0], args[1:])
+            if args[0].__class__ is DTensor:
+                count_write(args[0])
+        operands = tensors_in((args, [*kwargs.values()]))
+        by_mesh = _digests_by_mesh(own, operands)
+        seeds = [own] if by_mesh else seeds_in(kwargs, seeds_in(args[first:], [own]))
+        with moving(hash(tuple(seeds)), name):
+            result = handler(func, args, kwargs)
+            digest = provenance_digest.digest()  # with the keys of random numbers that it drew
+        if writes:
+            for number, tensor in enumerate(tensors_in(args[0] if args else ())):
+                if isinstance(tensor, DTensor):
+                    if by_mesh:
+                        digest = by_mesh.get(tensor.device_mesh, digest)
+                    note_write(tensor, hash((digest, number)))
+            return result
+        if not by_mesh:
+            return came_from(result, operands, digest)
+        for number, tensor in enumerate(tensors_in(result)):
+            if isinstance(tensor, DTensor):
+                came_from(tensor, operands, hash((by_mesh.get(tensor.device_mesh, digest), number)))
+        return result
+
+    return run
+
+
+def _digests_by_mesh(own: int, operands: Sequence[Tensor]) -> dict[DeviceMesh, int]:
+    """The digest of the operands on each mesh; empty if all operands are on one mesh.
+
+    Digests must agree on the ranks of a mesh. These ranks may have other operands on other meshes,
+    as each row of data parallel ranks has a mesh of its own.
+    """
+    distributed = [tensor for tensor in operands if isinstance(tensor, DTensor)]
+    if not distributed:
+        return {}
+    mesh = distributed[0].device_mesh
+    if all(tensor.device_mesh is mesh for tensor in distributed):
+        return {}
+    seeds: dict[DeviceMesh, list[int]] = {}
+    for tensor in distributed:
+        seeds.setdefault(tensor.device_mesh, [own]).append(digest_of(tensor))
+    return {each: hash(tuple(its)) for each, its in seeds.items()} if len(seeds) > 1 else {}
+
 
 try:
     from tilework import _core

@@ -13,8 +13,14 @@ from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import memory_of, owner_of
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.checked_writes import check_apart, check_write
-from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
+from tilework.dtensor.propagation.dtensor_call import (
+    Args,
+    Kwargs,
+    rebuilt,
+    replicated_spec,
+    tensors_in,
+    with_tensors,
+)
 from tilework.dtensor.propagation.refusals import refuses_dtypes_of_out
 from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.provenance.meaning import Moved

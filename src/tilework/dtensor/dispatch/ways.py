@@ -6,22 +6,36 @@ call needs; or on gathered tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.base import version_of
+from tilework.dtensor.autograd import expanded_grads, gradients, local_graph, partial_grads
+from tilework.dtensor.base import version_of, wrap_as
 from tilework.dtensor.debug import causes
-from tilework.dtensor.dispatch import autocast
-from tilework.dtensor.dispatch.finishing import OperatorForm, digest_of_rest, finished
-from tilework.dtensor.dispatch.local_inputs import local_inputs
-from tilework.dtensor.dispatch.results import came_from, result_outside, write
-from tilework.dtensor.propagation.dtensor_call import DTensorCall
+from tilework.dtensor.dispatch.results import (
+    came_from,
+    reduced,
+    replicated,
+    replicated_like,
+    result_outside,
+    show_base,
+    wrapped,
+    write,
+)
+from tilework.dtensor.local_function import as_inference
+from tilework.dtensor.propagation.dtensor_call import (
+    Args,
+    DTensorCall,
+    Kwargs,
+    replicated_spec,
+    tensors_in,
+    with_tensors,
+)
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
     Finish,
@@ -30,15 +44,265 @@ from tilework.dtensor.propagation.op_sharding import (
     OpSharding,
 )
 from tilework.dtensor.propagation.propagator import has_graded_operands
-from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.refusals import refusals
-from tilework.dtensor.propagation.strides import composed_strides
-from tilework.dtensor.provenance.digests import note_write, plain_number
-from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.propagation.strides import composed_strides, storage_of
+from tilework.dtensor.provenance.digests import digest_of, note_write, plain_number, seeds_in
+from tilework.dtensor.provenance.meaning import Moved, moving
 from tilework.dtensor.random.generator import draw_alike
+from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
+from tilework.mesh import DeviceMesh
 from tilework.tiled import OpEntry, packet_of, schemas_of, unchanged
+
+# -- autocast ---------------------------------------------------------------------------------
+
+#: Operators that autocast computes in lower precision or in the widest dtype that is given: what
+#: they are composed of is of this kind itself.
+_NOT_IN_FLOAT32 = frozenset({
+    *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),
+    *("linalg_multi_dot", "linalg_vecdot", "matmul", "mm", "mv", "prelu", "convolution"),
+    *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d"),
+    *("conv_transpose3d", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
+    *("scaled_dot_product_attention", "cat", "stack", "index_copy", "index_put", "scatter_add"),
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "tensordot"),
+    "grid_sampler",
+})  # fmt: skip
+_PADDINGS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
+
+_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def _in_float32(name: str, call: DTensorCall) -> Callable[[], Any] | None:
+    """A function that runs the call in float32; None if autocast leaves the operator's dtype.
+
+    Args:
+        name: The operator's name.
+        call: The operator's call, not in place.
+    """
+    device = call.mesh.device_type
+    if not torch.is_autocast_enabled(device) or not _is_in_float32(_kernel(name, call), device):
+        return None
+    args, kwargs = with_tensors(call.args, call.kwargs, map(_as_float32, call.tensors))
+
+    def run() -> Any:
+        with torch.autocast(device, enabled=False):
+            return call.func(*args, **kwargs)
+
+    return run
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.float() if is_cast else tensor
+
+
+def _kernel(name: str, call: DTensorCall) -> str:
+    """The name of torch's kernel that computes a call."""
+    if name == "nll_loss_nd":
+        return "nll_loss"
+    if name != "pad":
+        return name
+    widths = call.args[1] if len(call.args) > 1 else call.kwargs.get("pad", ())
+    mode = call.args[2] if len(call.args) > 2 else call.kwargs.get("mode", "constant")
+    return f"{_PADDINGS.get(mode, mode)}{len(widths) // 2}d"
+
+
+def _is_in_float32(name: str, device: str) -> bool:
+    """True if torch has a kernel of this name for autocast, which casts to float32."""
+    return name not in _NOT_IN_FLOAT32 and f"aten::{name}" in _with_kernels(device)
+
+
+@cache
+def _with_kernels(device: str) -> frozenset[str]:
+    """The names of the operators for which autocast has kernels on a type of device."""
+    known: Callable[[str], list[str]] = torch._C._dispatch_get_registrations_for_dispatch_key
+    return frozenset(name.partition(".")[0] for name in known(f"Autocast{device.upper()}"))
+
+
+# -- inputs -----------------------------------------------------------------------------------
+
+
+def local_inputs(
+    sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMesh, operator: str
+) -> list[Tensor]:
+    """The inputs' local tensors in the sharding's layouts. Collective if some have to move."""
+    graded = torch.is_grad_enabled()
+    locals_ = []
+    for tensor, layout in zip(tensors, sharding.inputs, strict=True):
+        if tensor.__class__ is not DTensor:
+            if layout is None:
+                locals_.append(tensor)
+                continue
+            tensor = replicated(tensor, mesh)
+        assert isinstance(tensor, DTensor)
+        if layout is not None:
+            locals_.append(_moved(tensor, *layout, operator))
+        elif graded and tensor._made_without_grad:
+            locals_.append(local_graph.local_of(tensor))
+        else:
+            locals_.append(tensor._local_tensor)
+    return locals_
+
+
+def _expanded_dims(tensor: DTensor, target: DTensorSpec) -> Ints:
+    local = local_graph.local_of(tensor)
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return ()
+    return expanded_grads.expanded_dims(local, tensor._spec, target)
+
+
+def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints, operator: str) -> Tensor:
+    """The local tensor in another layout, or with a gradient that is partial along ``axes``."""
+    source = tensor._spec
+    if target is source or target == source:
+        local = partial_grads.alias(tensor, axes)
+    elif dims := _expanded_dims(tensor, target):
+        local = expanded_grads.shard_expanded(tensor, target, axes, dims, operator)
+    elif axes:
+        local = partial_grads.redistribute_with_partial_grad(tensor, target, axes, operator)
+    else:
+        local = local_graph.local_of(tensor)
+        local = redistribute_local(local, source, target, of=Moved(digest_of(tensor), operator))
+    if torch.is_grad_enabled() and tensor._local_tensor.is_inference():
+        local = as_inference(local)
+    if causes.watchers:
+        causes.tag_gradient(local)
+    return local
+
+
+# -- steps to results: see op_sharding.Finish --------------------------------------------------
+
+#: Operators that in place leave nothing of the values before.
+_OVERWRITE = frozenset({"copy", "fill", "zero"})
+
+
+#: A step: of the operator, how the call runs, what there is so far, and the call.
+Step = Callable[["Ways", OpSharding, Any, DTensorCall], Any]
+
+
+def finished(operation: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    """The result of a call, made of the local result by the sharding's last steps."""
+    for step in sharding.finish:
+        result = _STEPS[step](operation, sharding, result, call)
+    return result
+
+
+def _maybe_input(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    first = call.tensors[0]
+    if call.args and isinstance(first, DTensor) and result is first._local_tensor:
+        return first
+    return result
+
+
+def _own_memory(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    """A local result that shares no memory with the local tensor of the first input."""
+    if isinstance(result, DTensor):
+        return result
+    first = call.tensors[0]
+    assert isinstance(first, DTensor)
+    return result.clone() if storage_of(result) == storage_of(first._local_tensor) else result
+
+
+def _wrap(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    return _as_dtensors(result, sharding.outputs, call)
+
+
+def _wrap_reduced(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    return _as_dtensors(*reduced(result, sharding.outputs), call)
+
+
+def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: DTensorCall) -> Any:
+    if result.__class__ is DTensor:  # the input itself
+        return result
+    if outputs is None or result.__class__ is not Tensor:
+        return wrapped(result, outputs, call.mesh, call.digest)
+    if result.requires_grad and not torch.is_grad_enabled():  # torch's views still say so
+        result = result.detach()
+    return wrap_as(DTensor, result, outputs[0], call.digest)
+
+
+def _view(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    if result is call.tensors[0]:  # as real numbers are their real parts
+        return result
+    show_base(result, call.tensors[0])
+    base = call.args[0] if call.args else None
+    if result.__class__ is DTensor and base.__class__ is DTensor:  # mostly
+        moved_views.note_viewed(result, base, call.func, call.args, call.kwargs)
+        return result
+    return moved_views.viewed(result, False, call.func, call.args, call.kwargs)
+
+
+def _maybe_copy(operation: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    """A view, marked as a copy if the local tensor could not be viewed."""
+    base = call.tensors[0]
+    assert isinstance(base, DTensor)
+    local = result._local_tensor if result.__class__ is DTensor else base._local_tensor
+    if local._base is not None or storage_of(local) == storage_of(base._local_tensor):
+        return _view(operation, sharding, result, call)
+    show_base(result, base)
+    moved_views.mark_local_copy(result, base)
+    return result
+
+
+def _copied_view(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    show_base(result, call.tensors[0])
+    write = getattr(sharding.way, "write", None)
+    return moved_views.viewed(result, True, call.func, call.args, call.kwargs, write)
+
+
+def _written(operation: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    """The first argument, which the operator has written to, or which gets the result."""
+    if result is None or result is NotImplemented:  # of x **= object(), which Python then refuses
+        return result
+    target = call.args[0]
+    assert isinstance(target, DTensor)  # the propagator refuses others
+    digest = call.digest
+    if operation.name in _OVERWRITE:
+        digest = digest_of_rest(sharding, call)
+    if sharding.outputs is None and result.shape != target._spec.size:
+        gradients.become(target, replicated_like(target, result))
+        note_write(target, digest)
+        return target
+    if sharding.finish[-1] is Finish.WRITE and result is not target._local_tensor:
+        outputs = sharding.outputs
+        spec = outputs[0] if outputs else replicated_spec(result, target._spec.mesh)
+        write(target, result, spec, operation.name, digest)
+    note_write(target, digest)
+    graded = target._local_tensor.requires_grad
+    if graded:
+        local_graph.mirror_requires_grad(target)
+    moved_views.wrote(target, operation.title)
+    if graded:
+        local_graph.mirror_in_bases(target)
+    return target
+
+
+def digest_of_rest(sharding: OpSharding, call: DTensorCall) -> int:
+    """The digest of a call, without the digest of the first argument."""
+    return hash(tuple(seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))))
+
+
+def _as_it_is(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
+    return result
+
+
+_STEPS: dict[Finish, Step] = {
+    Finish.WHOLE_SUMS: _as_it_is,  # ways.py has seen to it
+    Finish.MAYBE_INPUT: _maybe_input,
+    Finish.OWN_MEMORY: _own_memory,
+    Finish.WRAP: _wrap,
+    Finish.WRAP_REDUCED: _wrap_reduced,
+    Finish.VIEW: _view,
+    Finish.MAYBE_COPY: _maybe_copy,
+    Finish.COPIED_VIEW: _copied_view,
+    Finish.WRITTEN: _written,
+    Finish.WRITE: _written,
+}
+
+
+# -- ways -------------------------------------------------------------------------------------
 
 _grad_enabled = torch.is_grad_enabled
 _OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -57,8 +321,9 @@ class Ways:
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.in_place = entry, in_place
-        self._operation = OperatorForm(entry.name, in_place)
-        self._name, self._title = self._operation.name, self._operation.title
+        self.name = entry.name
+        #: In errors and digests.
+        self.title = entry.name + "_" * in_place
 
     def run(self, sharding: OpSharding, call: DTensorCall) -> Any:
         """The result of a call, whose tensors may have to be moved. Collective if some have."""
@@ -66,27 +331,27 @@ class Ways:
             with torch.no_grad():
                 return self.run(sharding, call)
         way = sharding.way
-        if autocast.is_enabled() and not self.in_place and sharding.stands_in:
-            cast = autocast.in_float32(self._name, call)
+        if _autocasts() and not self.in_place and sharding.stands_in:
+            cast = _in_float32(self.name, call)
             if cast is not None:
                 return cast()
-        if _WHOLE_SUMS in sharding.finish and not _scales_finitely(self._name, call):
+        if _WHOLE_SUMS in sharding.finish and not _scales_finitely(self.name, call):
             way = _by_whole_sums(call)
         if isinstance(way, Composed):
             return self._composed(sharding, way, call)
         if not call.mesh.here:
             if self.in_place:
                 return call.args[0]
-            return result_outside(self._name, way.meta_result, sharding.outputs, call.mesh)
+            return result_outside(self.name, way.meta_result, sharding.outputs, call.mesh)
         return self._on_locals(sharding, way, call)
 
     def finished(self, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
         """The result of a call, from what the operator gives for the local tensors as they are."""
-        if sharding.finish[0] is _WHOLE_SUMS and not _scales_finitely(self._name, call):
+        if sharding.finish[0] is _WHOLE_SUMS and not _scales_finitely(self.name, call):
             return self._composed(sharding, _by_whole_sums(call), call)
         if causes.watchers:
-            causes.begin_operator(self._name)
-        return finished(self._operation, sharding, result, call)
+            causes.begin_operator(self.name)
+        return finished(self, sharding, result, call)
 
     def _is_unrecorded(self, sharding: OpSharding, call: DTensorCall) -> bool:
         """True if torch would record nothing for gradients, where local operators may."""
@@ -101,10 +366,10 @@ class Ways:
         """The result of a call that other operators compute."""
         func, args, kwargs, tensors, _, digest = call
         if causes.watchers:
-            causes.begin_operator(self._name)
+            causes.begin_operator(self.name)
         if way.overwrites:  # what was there before may be what the memory happens to hold
             digest = digest_of_rest(sharding, call)
-        with moving(digest, self._title), refusals(call):
+        with moving(digest, self.title), refusals(call):
             if self.in_place:
                 return _composed_in_place(way.run, args, kwargs, digest)
             result = came_from(way.run(*args, **kwargs), tensors, digest)
@@ -135,20 +400,18 @@ class Ways:
         """The result of a call, computed from local tensors in the layouts that it needs."""
         if causes.watchers:
             gathers = isinstance(way, Gathered) and any(sharding.inputs)
-            causes.begin_operator(self._name, gathers)
-        locals_ = local_inputs(sharding, call.tensors, call.mesh, self._title)
+            causes.begin_operator(self.name, gathers)
+        locals_ = local_inputs(sharding, call.tensors, call.mesh, self.title)
         if Finish.WRITE in sharding.finish and _is_kept(locals_[0]):
             locals_[0] = locals_[0].clone()
         if isinstance(way, Gathered):
             result = self._on_gathered(sharding, way, call, locals_)
         elif way.replays and _root_requires_grad(locals_[0]):
             with torch.autograd.grad_mode._force_original_view_tracking(True):
-                return finished(
-                    self._operation, sharding, self._on_shards(sharding, way, call, locals_), call
-                )
+                return finished(self, sharding, self._on_shards(sharding, way, call, locals_), call)
         else:
             result = self._on_shards(sharding, way, call, locals_)
-        return finished(self._operation, sharding, result, call)
+        return finished(self, sharding, result, call)
 
     def _on_shards(
         self, sharding: OpSharding, way: OnLocals, call: DTensorCall, locals_: list[Tensor]
@@ -159,7 +422,7 @@ class Ways:
             return call.func(*local_args, **local_kwargs)
         if sharding.makes_views and way.write is None:  # what it needs has moved
             return way.run(*locals_)
-        with moving(call.digest, self._title):
+        with moving(call.digest, self.title):
             result = way.run(*locals_)
         if not (sharding.makes_views or (self.in_place and result is locals_[0])):
             result = moved_views.as_no_view(result)
@@ -172,7 +435,7 @@ class Ways:
         versions = [version_of(tensor) for tensor in locals_]
         args, kwargs = with_tensors(call.args, call.kwargs, iter(locals_))
         if self.entry.draws:
-            with moving(call.digest, self._title):
+            with moving(call.digest, self.title):
                 result = draw_alike(call.mesh, call.func, *args, **kwargs)
         else:
             result = call.func(*args, **kwargs)
@@ -183,8 +446,8 @@ class Ways:
             silent = number in way.silent_writes and not tensor.requires_grad
             if layout is not None and (silent or version_of(local) != versions[number]):
                 assert isinstance(tensor, DTensor)
-                write(tensor, local, layout[0], self._name)
-                moved_views.wrote(tensor, self._title)
+                write(tensor, local, layout[0], self.name)
+                moved_views.wrote(tensor, self.title)
                 note_write(tensor, hash((call.digest, number)))
         return result
 

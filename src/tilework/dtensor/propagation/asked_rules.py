@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.pytree import with_tensors
+from tilework.dtensor.propagation.dtensor_call import with_tensors
+from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
 from tilework.layout import Replicate, Shard, chunk_sizes
 from tilework.tiled import OpEntry, RuleResult
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -11,9 +11,67 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.propagation.pytree import Args, Kwargs, with_tensors
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.provenance.content import hash_of
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.layout import Replicate
 from tilework.mesh import DeviceMesh
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def with_tensors(args: Args, kwargs: Kwargs, tensors: Iterator[Any]) -> tuple[list[Any], Kwargs]:
+    """The arguments of a call with the tensors replaced by ``tensors``, in order."""
+    return (
+        [_substituted(arg, tensors) for arg in args],
+        {name: _substituted(arg, tensors) for name, arg in kwargs.items()},
+    )
+
+
+def _substituted(value: Any, tensors: Iterator[Any]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    kind = value.__class__
+    if kind is list or kind is tuple:
+        return kind([_substituted(item, tensors) for item in value])
+    if kind is dict:
+        return {name: _substituted(item, tensors) for name, item in value.items()}
+    return value
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """All tensors of a result, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in tensors_in(item)]
+    return []
+
+
+def rebuilt(result: Any, tensors: Iterator[Any]) -> Any:
+    """A result with the tensors replaced by ``tensors``, in order."""
+    if isinstance(result, Tensor):
+        return next(tensors)
+    if isinstance(result, list):
+        return [rebuilt(item, tensors) for item in result]
+    if isinstance(result, tuple):
+        items = [rebuilt(item, tensors) for item in result]
+        if type(result) is tuple:
+            return tuple(items)
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+    return result
+
+
+def replicated_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
+    """The layout of a plain tensor that counts as replicated on the mesh."""
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape), None, strides)
+
+
+def content_hash(tensor: Tensor) -> str:
+    """A hash of the elements, as text; "" for a tensor without memory or without strides."""
+    digest = hash_of(tensor)
+    return f"{digest:016x}" if digest else ""
 
 
 def unseen() -> AbstractContextManager[Any]:

@@ -10,18 +10,23 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.propagation import strides
-from tilework.dtensor.propagation.dtensor_call import DTensorCall, unseen
+from tilework.dtensor.propagation.dtensor_call import (
+    DTensorCall,
+    replicated_spec,
+    tensors_in,
+    unseen,
+    with_tensors,
+)
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
+    DTensorArg,
     Finish,
     Gathered,
     InputLayout,
     OnLocals,
     OpSharding,
+    PlacedCall,
 )
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
 from tilework.dtensor.propagation.refusals import (
     empty_parts_refusal,
     meta_refusal,

@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.propagation.dtensor_call import DTensorCall
-from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.dtensor_call import (
+    Args,
+    DTensorCall,
+    Kwargs,
+    tensors_in,
+    with_tensors,
+)
 from tilework.dtensor.propagation.strides import (
     input_strides,
     is_dense,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilework.dtensor.handlers import forget_handler
+from tilework.dtensor.base import forget_handler
 from tilework.tiled import Pattern, RuleResult, match_pattern, override_rule, packet_of, schemas_of
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.dtensor_call import tensors_in
 from tilework.dtensor.spec import DTensorSpec, Ints, row_major
 from tilework.tiled import OpEntry
 

@@ -1,5 +1,6 @@
 """Provenance of DTensors: digests of how they came about, by which ranks notice that they differ.
 
-``mode.py`` says how much is compared, ``content.py`` hashes elements, ``digests.py`` has the digest
-of each tensor, and ``meaning.py`` lets collectives carry it. ``docs/concepts/alike.md`` explains.
+``content.py`` hashes elements, as far as the mode says. ``digests.py`` has the digest of each
+tensor, and ``meaning.py`` lets collectives carry it. ``replicas.py`` compares replicated parts.
+``docs/concepts/alike.md`` explains.
 """

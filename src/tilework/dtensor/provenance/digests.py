@@ -20,9 +20,47 @@ from torch import Tensor
 
 from tilework.comm import provenance_digest
 from tilework.dtensor.base import DTensorBase, grads_of, memory_of
-from tilework.dtensor.provenance import mode
-from tilework.dtensor.provenance.call_counts import call_counts_of
+from tilework.dtensor.provenance import content
 from tilework.dtensor.provenance.content import content_digest
+from tilework.mesh import DeviceMesh
+
+_MOST = (1 << 61) - 1
+
+
+class CallCounts:
+    """Counts of one rank for one mesh: the same on all ranks while the ranks do the same."""
+
+    __slots__ = ("creations", "inputs", "passes", "passing", "steps")
+
+    def __init__(self) -> None:
+        #: Collectives that made tensors of values from one rank.
+        self.creations = 0
+        #: The digest of all inputs and outputs so far of modules with plain tensors in between.
+        self.inputs = 0
+        #: The sum of the digests of all backward passes, and of what they communicated.
+        self.passes = 0
+        #: The digest of the backward pass that runs; 0: none that began at a DTensor.
+        self.passing = 0
+        #: Optimizer steps.
+        self.steps = 0
+
+    def note_gradient(self, digest: int) -> None:
+        """Add the digest of a backward pass, or of a tensor that it communicated; in any order."""
+        self.passes = (self.passes + digest) & _MOST
+
+    def note_plain_gradient(self, digest: int) -> None:
+        """Add a gradient that comes from plain tensors, which are to be the same on all ranks."""
+        self.note_gradient(digest)
+        self.passing = (self.passing + digest) & _MOST
+
+
+def call_counts_of(mesh: DeviceMesh) -> CallCounts:
+    """This rank's counts for a mesh."""
+    counts: CallCounts | None = mesh.call_counts
+    if counts is None:
+        counts = mesh.call_counts = CallCounts()
+    return counts
+
 
 _NUMBER_CLASSES: tuple[Any, ...] = (int, float, complex)
 NUMBERS = frozenset({int, float, bool, complex})
@@ -57,7 +95,11 @@ def digest_of(tensor: DTensorBase) -> int:
     known = memory_of(tensor).content  # whoever has the local tensor may write to it
     if known is not None:
         local, version, changes, digest = known
-        if local is tensor._local_tensor and local._version == version and changes == mode.changes:
+        if (
+            local is tensor._local_tensor
+            and local._version == version
+            and changes == content.changes
+        ):
             return digest
     spec = tensor._spec
     if spec.mesh.size() == 1:
@@ -71,7 +113,7 @@ def digest_of(tensor: DTensorBase) -> int:
 def _digest_of_content(tensor: DTensorBase) -> int:
     local = tensor._local_tensor
     is_counted = not local.is_inference()  # else torch does not count what is written to it
-    changes, version = mode.changes, local._version if is_counted else 0
+    changes, version = content.changes, local._version if is_counted else 0
     digest = hash((tensor._spec.digest, content_digest(local)))
     memory_of(tensor).content = (local, version, changes, digest) if is_counted else None
     return digest
@@ -101,9 +143,8 @@ def follow_memory(tensor: DTensorBase) -> None:
 
 def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of a write to it, and mix that into the digests of all views."""
-    if (
-        grads := tensor._grads
-    ) is not None and grads.noted is not None:  # a gradient, which the next pass adds to
+    grads = tensor._grads
+    if grads is not None and grads.noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, call_counts_of(tensor._spec.mesh).passes))
     memory = memory_of(tensor)
     is_view = tensor._made is not None or tensor._viewed is not None
@@ -128,15 +169,16 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
     Returns:
         The digest.
     """
-    digest, passes, its = grad._digest, call_counts_of(tensor._spec.mesh).passes, grads_of(grad)
-    noted = its.noted
+    digest, passes = grad._digest, call_counts_of(tensor._spec.mesh).passes
+    record = grads_of(grad)
+    noted = record.noted
     # What the program has written, or made it of; None: nothing.
     written = noted[1] if noted is not None and noted[0] == digest else digest
     if written is None:
         digest = hash((digest_of(tensor), passes, grads_of(tensor).cleared))
     else:
         digest = hash((written, passes))
-    grad._digest, its.noted = digest, (digest, written)
+    grad._digest, record.noted = digest, (digest, written)
     return digest
 
 
@@ -145,7 +187,7 @@ def note_cleared(tensor: DTensorBase) -> None:
     if tensor._local_tensor.grad is not None:
         grads_of(tensor).cleared = call_counts_of(tensor._spec.mesh).passes
     if tensor._grads is not None:
-        tensor._grads.shown = None
+        tensor._grads.shown = tensor._grads.deferred = None
 
 
 def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:

@@ -9,8 +9,8 @@ import torch
 from tilework.comm import provenance_digest
 from tilework.comm.provenance_digest import carrying
 from tilework.dtensor.debug.formatting import layout_text
+from tilework.dtensor.provenance.content import mode
 from tilework.dtensor.provenance.digests import stable_digest
-from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.spec import DTensorSpec
 
 

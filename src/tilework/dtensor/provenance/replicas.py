@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import all_gather_into_tensor, device_of
 from tilework.comm.per_call.internal import call_site
-from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.mode import mode
+from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.provenance.content import content_digest, mode
+from tilework.dtensor.provenance.digests import call_counts_of, digest_of
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.errors import CollectiveMismatchError
 
@@ -95,3 +97,48 @@ def first_replicas(spec: DTensorSpec) -> Ints:
         )
         found.append(first.setdefault(part, number))
     return tuple(found)
+
+
+def note_input(tensor: DTensorBase, was_plain: bool) -> None:
+    """Make the digests of later collectives on the mesh depend on a module's input. Local.
+
+    Args:
+        tensor: The input.
+        was_plain: True if the input was made of a local tensor. Then its digest depends on the
+            inputs before, unless it is replicated.
+    """
+    spec = tensor._spec
+    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
+        return
+    counts = call_counts_of(spec.mesh)
+    if was_plain and not spec.is_replicated:
+        tensor._digest = hash((spec.digest, counts.inputs))
+    else:
+        counts.inputs = hash((counts.inputs, digest_of(tensor)))
+
+
+def note_output(tensor: DTensorBase, local: Any) -> None:
+    """Make digests of later collectives depend on a module's output and the gradient of it. Local.
+
+    Plain operators use the output, and compute the gradient. If the tensor is replicated, all ranks
+    must get the same gradient: digests of later collectives in the backward pass depend on it. If
+    only some axes of the mesh replicate, ranks along these axes compare the gradient at once.
+
+    Args:
+        tensor: The output.
+        local: The output's local tensor, with which the program goes on.
+    """
+    spec = tensor._spec
+    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
+        return
+    counts = call_counts_of(spec.mesh)
+    counts.inputs = hash((counts.inputs, digest_of(tensor)))
+    if not local.requires_grad or spec.partial_axes:
+        return
+    if spec.is_replicated:
+        digest = spec.digest
+        local.register_hook(
+            lambda grad: counts.note_plain_gradient(hash((digest, content_digest(grad))))
+        )
+    elif spec.mesh.ndim > 1:
+        local.register_hook(lambda grad: compare_gradients(grad, spec))

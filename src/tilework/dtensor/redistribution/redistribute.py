@@ -14,11 +14,11 @@ from tilework.comm.functional.internal import pull_back as pull_back_reduction
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.digests import call_counts_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
-from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.prepared import (
+    Adjoint,
     PreparedRedistribution,
     check_local,
     plan_steps,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from tilework.dtensor.propagation.placed_call import DTensorArg
+from tilework.dtensor.propagation.op_sharding import DTensorArg
 from tilework.layout import Shard
 from tilework.tiled import (
     Arg,

@@ -18,7 +18,7 @@ from tilework.dtensor.autograd.partial_grads import (
 )
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.propagation.placed_call import DTensorArg
+from tilework.dtensor.propagation.op_sharding import DTensorArg
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local

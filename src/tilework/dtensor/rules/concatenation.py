@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.rules.slicing import resize_to_range
+from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
+from tilework.dtensor.rules.slicing import resizable, resize_to_range, resized
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.views.resize_shards import resizable, resized
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.tiled import RuleResult, dtensor_rule
 from tilework.tiled.rules import cat_dim, cat_shape, cat_shards

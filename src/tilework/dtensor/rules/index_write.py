@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import replicated
-from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.dtensor_call import tensors_in
 from tilework.dtensor.rules.index_read import (
     Indices,
     broadcast_indices,

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.checked_writes import check_windows, check_writable
 from tilework.dtensor.dispatch.results import full_value
-from tilework.dtensor.propagation.placed_call import DTensorArg
+from tilework.dtensor.propagation.op_sharding import DTensorArg
 from tilework.dtensor.rules.index_read import as_replicated, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
 from tilework.dtensor.rules.slicing import (

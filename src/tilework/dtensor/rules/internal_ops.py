@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.dtensor_call import tensors_in
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled import RuleFunction, register
 

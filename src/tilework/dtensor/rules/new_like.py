@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import check_out, replicated, write_out
-from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.dtensor_call import replicated_spec, tensors_in
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
-from tilework.dtensor.views.resize_shards import Resize, resizable, resized, shard_number
+from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
+from tilework.dtensor.rules.slicing import Resize, resizable, resized, shard_number
 from tilework.tiled import Arg, Decomposition, Factor, RuleResult, dtensor_rule, local_call
 from tilework.tiled.rules import cat_shards, guard_empty_shards, sizes_of
 

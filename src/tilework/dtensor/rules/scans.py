@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.placed_call import DTensorArg
+from tilework.dtensor.propagation.op_sharding import DTensorArg
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.tiled import (

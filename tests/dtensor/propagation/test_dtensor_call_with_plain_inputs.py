@@ -18,7 +18,7 @@ from tilework.dtensor import (
     Shard,
     init_device_mesh,
 )
-from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.propagation.dtensor_call import content_hash
 from tilework.testing import run_ranks
 
 GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
