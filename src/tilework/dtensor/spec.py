@@ -120,7 +120,7 @@ class DTensorSpec:
         """True if each rank of the mesh has the full value."""
         return all(
             isinstance(placement, Replicate) or length == 1
-            for placement, length in zip(self.placements, self.mesh.shape, strict=True)
+            for placement, length in zip(self.placements, self.mesh.spec.shape, strict=True)
         )
 
     @cached_property
@@ -139,7 +139,7 @@ class DTensorSpec:
     @cached_property
     def takes_part(self) -> bool:
         """True if this rank is in the mesh."""
-        return self.mesh.get_coordinate() is not None
+        return self.mesh.here
 
     @cached_property
     def local_box(self) -> Box:

@@ -104,8 +104,13 @@ def mirror_requires_grad(tensor: DTensorBase) -> None:
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
-def mirror_in_bases(tensor: DTensorBase) -> None:
-    """Call :func:`mirror_requires_grad` for all bases of a view, after a write to the view."""
+def wrote(tensor: DTensorBase, by: str) -> None:
+    """As ``moved_views.wrote``, for a write that the graph may have recorded."""
+    if not tensor._local_tensor.requires_grad:
+        moved_views.wrote(tensor, by)
+        return
+    mirror_requires_grad(tensor)
+    moved_views.wrote(tensor, by)
     base = base_in_graph(tensor)
     while base is not None:
         mirror_requires_grad(base)

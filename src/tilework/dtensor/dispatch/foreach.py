@@ -19,7 +19,6 @@ from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.dtensor.views import moved_views
 from tilework.layout import Partial, Replicate
 from tilework.mesh import DeviceMesh
 from tilework.tiled import dtensor_handler, entry_of
@@ -74,10 +73,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _note_written(name: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            moved_views.wrote(tensor, name)
-            if torch.is_grad_enabled():
-                local_graph.mirror_requires_grad(tensor)
-                local_graph.mirror_in_bases(tensor)
+            local_graph.wrote(tensor, name)
 
 
 def _norms(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Tensor]:

@@ -270,12 +270,7 @@ def _written(operation: Ways, sharding: OpSharding, result: Any, call: DTensorCa
         spec = outputs[0] if outputs else replicated_spec(result, target._spec.mesh)
         write(target, result, spec, operation.name, digest)
     note_write(target, digest)
-    graded = target._local_tensor.requires_grad
-    if graded:
-        local_graph.mirror_requires_grad(target)
-    moved_views.wrote(target, operation.title)
-    if graded:
-        local_graph.mirror_in_bases(target)
+    local_graph.wrote(target, operation.title)
     return target
 
 

@@ -25,7 +25,7 @@ class DTensorArg(Arg):
     def __init__(self, number: int, spec: DTensorSpec, dtype: torch.dtype) -> None:
         sharded_dims = frozenset(
             placement.dim
-            for placement, length in zip(spec.placements, spec.mesh.shape, strict=True)
+            for placement, length in zip(spec.placements, spec.mesh.spec.shape, strict=True)
             if isinstance(placement, Shard) and length > 1
         )
         super().__init__(number, spec.shape, dtype, sharded_dims)

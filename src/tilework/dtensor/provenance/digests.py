@@ -102,7 +102,7 @@ def digest_of(tensor: DTensorBase) -> int:
         ):
             return digest
     spec = tensor._spec
-    if spec.mesh.size() == 1:
+    if len(spec.mesh.spec.ranks) == 1:
         tensor._digest = 0
         return 0
     if not (spec.is_replicated and spec.takes_part):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance_digest
+from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.autograd.partial_grads import alias
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
@@ -147,9 +149,10 @@ def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
         items: The items of all dims, in order, and of new dims.
     """
     # An axis of one rank shards nothing.
-    spec = with_dims_unsharded(
-        input.spec, [dim for dim, item in _items_by_dim(items) if isinstance(item, int)]
-    )
+    spec = input.spec
+    single = [dim for dim, item in _items_by_dim(items) if isinstance(item, int)]
+    if any(spec.splits[dim] for dim in single):
+        spec = with_dims_unsharded(spec, single)
     spans = {
         dim: item.indices(input.shape[dim])
         for dim, item in _items_by_dim(items)
@@ -222,22 +225,29 @@ def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
         return part
     (spec,) = part.outputs
     whole = with_dims_unsharded(spec, single)
-    taken = slice_call(
-        DTensorArg(0, whole, input.dtype),
-        [0 if dim in single else slice(None) for dim in range(spec.ndim)],
-    )
+    kept = [dim for dim in range(spec.ndim) if dim not in single]
+    shape = [spec.shape[dim] for dim in kept]
+    out = resized(whole, shape, {dim: i for i, dim in enumerate(kept)}, {})
+    first = tuple([0 if dim in single else slice(None) for dim in range(spec.ndim)])
 
     def run(local: Tensor) -> Tensor:
         of = Moved(provenance_digest.digest(), "indexing")
         moved = redistribute_local(part.run(local), spec, whole, of=of)
         if causes.watchers:
             causes.tag_gradient(moved)
-        return taken.run(moved)  # type: ignore[no-any-return]
+        return moved[first]
 
-    index = tuple(items)
-    return PlacedCall(
-        part.inputs, taken.outputs, run, write=lambda x, value: put_range_(x, index, value)
-    )
+    axes = tuple([axis for dim in single for axis in spec.axes_of(dim)])
+    index, put = tuple(items), _put(part.run, single, len(kept))
+
+    def write(x: DTensor, value: DTensor) -> None:
+        if part.inputs[0] != input.spec:
+            put_range_(x, index, value)
+            return
+        put(x._local_tensor, alias(value, axes))
+        local_graph.wrote(x, "a view")
+
+    return PlacedCall(part.inputs, [out], run, write=write)
 
 
 def _ranges(input: Arg, items: Sequence[Item]) -> tuple[list[Item], list[int]]:
@@ -291,16 +301,31 @@ def _put_range_rule(input: DTensorArg, items: Sequence[Item], value: DTensorArg)
         placements.append(placement)
     needed = spec_of(target.mesh, placements, value.shape, target.order)
 
-    def put(x: Tensor, local: Tensor) -> Tensor:
-        local = local[(None,) * (len(kept) - local.dim())]
+    put = _put(call.run, single, len(kept))
+    return PlacedCall([input.spec, needed], [input.spec], put, [(), tuple(partial)])
+
+
+def _put(
+    part: Callable[[Tensor], Tensor], single: Sequence[int], ndim: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that writes a local value of at most ``ndim`` dims to ranges of a local tensor.
+
+    Args:
+        part: Makes the view of these ranges.
+        single: The dims of the view that the value lacks.
+        ndim: The number of the other dims.
+    """
+
+    def put(x: Tensor, value: Tensor) -> Tensor:
+        value = value[(None,) * (ndim - value.dim())]
         for dim in single:
-            local = local.unsqueeze(dim)
+            value = value.unsqueeze(dim)
         with torch.autograd.grad_mode._force_original_view_tracking(True):  # as OnLocals.replays
-            part = call.run(x)
-        part.copy_(local)
+            target = part(x)
+        target.copy_(value)
         return x
 
-    return PlacedCall([input.spec, needed], [input.spec], put, [(), tuple(partial)])
+    return put
 
 
 def _put_gathered(input: DTensor, items: Sequence[Item], value: Tensor) -> DTensor:
