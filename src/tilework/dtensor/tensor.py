@@ -53,7 +53,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import offset_of, room_of
+from tilework.dtensor.views.moved_views import offset_of, room_of
 from tilework.layout import Placement, Replicate
 from tilework.layout.internal import native_placement, placements_in
 from tilework.mesh import DeviceMesh

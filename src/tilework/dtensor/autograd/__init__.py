@@ -1,7 +1,7 @@
 """Gradients of DTensors: the graph is that of their local tensors.
 
 - ``local_graph.py`` finds a tensor's local tensor in the graph.
-- ``partial_grads.py`` reduces partial gradients within the graph; ``grad_reduction.py`` reduces
-  the gradients of parameters together, at the end of the backward pass.
+- ``partial_grads.py`` reduces partial gradients within the graph, and those of parameters together,
+  at the end of the backward pass.
 - ``gradients.py`` has DTensor's methods and ``torch.autograd.grad``.
 """

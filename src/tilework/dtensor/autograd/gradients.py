@@ -41,7 +41,7 @@ from tilework.dtensor.redistribution.redistribute import (
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import offset_of, room_of
+from tilework.dtensor.views.moved_views import offset_of, room_of
 from tilework.dtensor.views.places import holders, living, show_as
 from tilework.layout import Placement
 

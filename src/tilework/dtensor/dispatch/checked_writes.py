@@ -13,8 +13,7 @@ from tilework.dtensor.autograd.gradients import check_no_leaf
 from tilework.dtensor.base import DTensorBase, base_in_graph, memory_of, own_memory
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.memory_layout import Window, window_of
-from tilework.dtensor.views.moved_views import ViewOfSeveral
+from tilework.dtensor.views.moved_views import ViewOfSeveral, Window, window_of
 from tilework.dtensor.views.places import count_write
 from tilework.tiled import entry_of
 

@@ -30,7 +30,7 @@ from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import offset_of, room_of
+from tilework.dtensor.views.moved_views import offset_of, room_of
 from tilework.mesh import DeviceMesh
 
 

@@ -17,7 +17,7 @@ from tilework.dtensor.base import DTensorBase, base_in_graph, is_moved, own_memo
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views.moved_views import offset_of
 from tilework.dtensor.views.places import count_write, leave_graph_of_wrappers
 from tilework.tiled import dtensor_handler, is_called_within
 

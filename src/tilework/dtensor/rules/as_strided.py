@@ -16,7 +16,7 @@ from tilework.dtensor.rules.scatter import check_source
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import (
+from tilework.dtensor.views.moved_views import (
     Window,
     full_in_memory_order,
     offset_of,

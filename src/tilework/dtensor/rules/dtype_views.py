@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.spec import row_major
-from tilework.dtensor.views.memory_layout import offset_of
+from tilework.dtensor.views.moved_views import offset_of
 from tilework.tiled import (
     Arg,
     Decomposition,

@@ -15,8 +15,14 @@ from tilework.dtensor.dispatch.results import replicated_like
 from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of, room_of
-from tilework.dtensor.views.moved_views import check_fresh, note_start, same_memory
+from tilework.dtensor.views.moved_views import (
+    check_fresh,
+    full_in_memory_order,
+    note_start,
+    offset_of,
+    room_of,
+    same_memory,
+)
 from tilework.dtensor.views.places import count_write
 from tilework.tiled import canonical_name, dtensor_handler
 

@@ -23,7 +23,7 @@ from tilework.dtensor.rules.slicing import (
     put_range_,
 )
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.memory_layout import window_after
+from tilework.dtensor.views.moved_views import window_after
 from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilework.dtensor.rules.index_read import narrow_to
 from tilework.dtensor.rules.index_write import on_mesh, register_writer
-from tilework.dtensor.views.memory_layout import window_after
+from tilework.dtensor.views.moved_views import window_after
 from tilework.tiled import (
     Arg,
     Decomposition,

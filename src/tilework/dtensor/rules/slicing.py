@@ -24,7 +24,7 @@ from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.memory_layout import full_in_memory_order, replicated_as
+from tilework.dtensor.views.moved_views import full_in_memory_order, replicated_as
 from tilework.layout import Placement, Replicate, Shard
 from tilework.layout.internal import infer_splits
 from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule

@@ -1,5 +1,5 @@
 """Views of DTensors.
 
 ``moved_views.py`` has views whose elements had to be moved: snapshots that may be written through;
-``places.py`` has counts of writes, ``memory_layout.py`` the memory that a plain tensor would have.
+``places.py`` has counts of writes.
 """
