@@ -499,7 +499,7 @@ class Operator:
     def _propagate(self, key: Sequence[Any], call: DTensorCall) -> OpSharding:
         """Find the sharding of a call, and cache it under ``key`` unless that is empty. Local."""
         func, tensors = call.func, call.tensors
-        if any(map(is_torch_dtensor, tensors)):
+        if any(x.__class__ is not DTensor and is_torch_dtensor(x) for x in tensors):
             return OpSharding(Composed(partial(_call_from_torch, func, self.in_place)))
         digest = call_digest(
             self._title, self._parameters, call.args, call.kwargs, self._values_matter

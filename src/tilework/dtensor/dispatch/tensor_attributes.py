@@ -31,7 +31,7 @@ def _size(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dtensor_handler("dim", "ndimension")
 def _dim(func: Any, args: Any, kwargs: Any) -> int:
-    return len(args[0]._spec.shape)
+    return DTensor.dim(args[0])
 
 
 @dtensor_handler("numel", "nelement")

@@ -44,7 +44,7 @@ from tilework.dtensor.propagation.op_sharding import (
     OpSharding,
 )
 from tilework.dtensor.propagation.propagator import has_graded_operands
-from tilework.dtensor.propagation.refusals import refusals
+from tilework.dtensor.propagation.refusals import raise_torchs
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_number, seeds_in
 from tilework.dtensor.provenance.meaning import Moved, moving
@@ -364,10 +364,13 @@ class Ways:
             causes.begin_operator(self.name)
         if way.overwrites:  # what was there before may be what the memory happens to hold
             digest = digest_of_rest(sharding, call)
-        with moving(digest, self.title), refusals(call):
-            if self.in_place:
-                return _composed_in_place(way.run, args, kwargs, digest)
-            result = came_from(way.run(*args, **kwargs), tensors, digest)
+        with moving(digest, self.title):
+            try:
+                if self.in_place:
+                    return _composed_in_place(way.run, args, kwargs, digest)
+                result = came_from(way.run(*args, **kwargs), tensors, digest)
+            except (IndexError, ValueError) as error:
+                raise_torchs(error, call)
         if isinstance(result, tuple) and packet_of(func).__class__ is _OpOverloadPacket:
             result = _as_overloads_give(func, result)
         return self._with_strides(way, result, call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any
 
@@ -166,18 +166,19 @@ class OpSharding:
     specs: Sequence[DTensorSpec] = ()
     #: A hash of the call, without the tensors and the numbers that the cache's key lacks.
     digest: int = 0
+    #: True if results are views of the first tensor.
+    makes_views: bool = field(default=False, init=False)
+    #: True if the call is computed by other code than the call's function.
+    stands_in: bool = field(default=False, init=False)
 
-    @property
-    def makes_views(self) -> bool:
-        """True if results are views of the first tensor."""
-        return bool(self.finish) and self.finish[-1] in _VIEWS
-
-    @property
-    def stands_in(self) -> bool:
-        """True if the call is computed by other code than the call's function."""
-        return isinstance(self.way, Composed) or (
+    def __post_init__(self) -> None:
+        self.stands_in = isinstance(self.way, Composed) or (
             isinstance(self.way, OnLocals) and self.way.run is not None
         )
+
+    def finish_by(self, *steps: Finish) -> None:
+        """Set the steps that turn local results into results."""
+        self.finish, self.makes_views = steps, steps[-1] in _VIEWS
 
     def looks_first(self) -> None:
         """Make dispatch look at each call before the operator runs on local tensors."""

@@ -31,7 +31,7 @@ from tilework.dtensor.propagation.refusals import (
     empty_parts_refusal,
     meta_refusal,
     raise_if_certain,
-    refusals,
+    raise_torchs,
     seems_refused,
 )
 from tilework.dtensor.propagation.strategy import Strategy, choose
@@ -75,7 +75,7 @@ class ShardingPropagator:
                 sharding.looks_first()
             if has_graded_operands(call):
                 sharding.as_is = False
-            sharding.finish = (*sums, *(sharding.finish or (Finish.WRITTEN,)))
+            sharding.finish_by(*sums, *(sharding.finish or (Finish.WRITTEN,)))
         else:
             self._add_finish(sharding, call, sums)
         if not call.mesh.here:
@@ -98,14 +98,14 @@ class ShardingPropagator:
                     for spec, strides_ in zip(sharding.outputs, found, strict=True)
                 ]
             if memory is Finish.MAYBE_INPUT:
-                sharding.way = Composed(_first_tensor)
+                sharding.way, sharding.stands_in = Composed(_first_tensor), True
                 sharding.looks_first()
                 return
         maybe_input = (Finish.MAYBE_INPUT,) if self.entry.may_be_input else ()
         own_memory = (memory,) if memory is Finish.OWN_MEMORY else ()
         wrap = Finish.WRAP_REDUCED if _reduces_nonlinearly(sharding, call) else Finish.WRAP
         view = (_kind_of_view(sharding, call),) if memory is Finish.VIEW else ()
-        sharding.finish = (*first, *maybe_input, *own_memory, wrap, *view)
+        sharding.finish_by(*first, *maybe_input, *own_memory, wrap, *view)
         if sharding.outputs and sharding.finish == (Finish.WRAP,):
             sharding.output = sharding.outputs[0]
 
@@ -194,8 +194,9 @@ class ShardingPropagator:
             if rule is None:
                 continue
             try:
-                with refusals(call):
-                    result = rule(*positional, **named)
+                result = rule(*positional, **named)
+            except (IndexError, ValueError) as error:
+                raise_torchs(error, call)
             except TypeError as error:
                 if _raised_within(error, rule):
                     raise

@@ -8,12 +8,11 @@ or dims, it must be refused before anything is gathered for the call.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,16 +47,12 @@ _IDENTITY = None
 _TRIPPED = ("tuple index", "list index", "list assignment", "not enough values", "zip() argument")
 
 
-@contextmanager
-def refusals(call: DTensorCall) -> Iterator[None]:
-    """Raise torch's error if this library's code fails on arguments that torch refuses."""
-    try:
-        yield
-    except (IndexError, ValueError) as error:
-        refusal = meta_refusal(call) if str(error).startswith(_TRIPPED) else None
-        if refusal is None:
-            raise
-        raise refusal from None
+def raise_torchs(error: IndexError | ValueError, call: DTensorCall) -> NoReturn:
+    """Raise torch's error if this library's code failed on arguments that torch refuses."""
+    refusal = meta_refusal(call) if str(error).startswith(_TRIPPED) else None
+    if refusal is None:
+        raise error
+    raise refusal from None
 
 
 def meta_refusal(call: DTensorCall) -> Exception | None:

@@ -86,7 +86,7 @@ class Strategy:
         if coordinate is None:
             return 0, 0
         splits = _splits(factor, self.roles, self.order)
-        return shard_at(factor.size, self.mesh.shape, splits, coordinate)
+        return shard_at(factor.size, self.mesh.spec.shape, splits, coordinate)
 
     def is_sharded(self, factor: Factor) -> bool:
         """True if some axis shards a factor."""
@@ -95,7 +95,7 @@ class Strategy:
     @cached_property
     def has_empty_shards(self) -> bool:
         """True if some rank's shard of an input has no elements."""
-        coordinates = list(itertools.product(*map(range, self.mesh.shape)))
+        coordinates = list(itertools.product(*map(range, self.mesh.spec.shape)))
         return any(
             spec.box_at(coordinate).empty for spec in set(self.inputs) for coordinate in coordinates
         )
@@ -128,7 +128,7 @@ def choose(
         fixed: The numbers of inputs that are written in place. They must keep their layouts, and
             the first outputs have the same.
     """
-    candidates = [_roles(mapped, specs, axis) for axis in range(specs[0].mesh.ndim)]
+    candidates = [_roles(mapped, specs, axis) for axis in range(len(specs[0].placements))]
     shapes = out_shapes or [tuple(map(volume, dims)) for dims in mapped.outputs]
     best: Strategy | None = None
     for roles in itertools.product(*candidates):
@@ -198,7 +198,7 @@ def _factor_sizes(
     if sizes is None and (inner == 1 or len(spec.axes_of(placement.dim)) > 1):
         return None
     if sizes is None:
-        sizes = tuple(chunk_sizes(spec.shape[placement.dim], spec.mesh.shape[axis]))
+        sizes = tuple(chunk_sizes(spec.shape[placement.dim], spec.mesh.spec.shape[axis]))
     if inner == 0 or any(size % inner for size in sizes):
         return None
     of_factor = tuple(size // inner for size in sizes)
@@ -339,7 +339,7 @@ def _partial_grads(spec: DTensorSpec, roles: tuple[Role, ...]) -> Ints:
     return tuple(
         axis
         for axis, (role, placement) in enumerate(zip(roles, spec.placements, strict=True))
-        if role is not None and isinstance(placement, Replicate) and spec.mesh.shape[axis] > 1
+        if role is not None and isinstance(placement, Replicate) and spec.mesh.spec.shape[axis] > 1
     )
 
 
@@ -353,7 +353,7 @@ def _redistribution_bytes(source: DTensorSpec, target: DTensorSpec, itemsize: in
     changes = [
         AxisChange(length, old, new)
         for axis, (length, old, new) in enumerate(
-            zip(source.mesh.shape, source.placements, target.placements, strict=True)
+            zip(source.mesh.spec.shape, source.placements, target.placements, strict=True)
         )
         if length > 1 and (old != new or _reordered(source, target, axis))
     ]
@@ -373,7 +373,7 @@ def _reduction_bytes(out: DTensorSpec, roles: tuple[Role, ...], itemsize: int) -
     nbytes = _local_bytes(out, itemsize)
     return sum(
         DEFAULT_COST.reduction_bytes(nbytes, length)
-        for length, placement, role in zip(out.mesh.shape, out.placements, roles, strict=True)
+        for length, placement, role in zip(out.mesh.spec.shape, out.placements, roles, strict=True)
         if isinstance(placement, Partial) and isinstance(role, ShardFactor)
     )
 
@@ -382,6 +382,6 @@ def _local_bytes(spec: DTensorSpec, itemsize: int) -> float:
     """The bytes of a local tensor, if shards are even."""
     return spec.nbytes(itemsize) / math.prod(
         length
-        for length, placement in zip(spec.mesh.shape, spec.placements, strict=True)
+        for length, placement in zip(spec.mesh.spec.shape, spec.placements, strict=True)
         if isinstance(placement, Shard)
     )

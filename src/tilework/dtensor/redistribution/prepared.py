@@ -38,7 +38,7 @@ class Adjoint:
     """
 
     def __init__(self, source: DTensorSpec, target: DTensorSpec) -> None:
-        lengths = source.mesh.shape
+        lengths = source.mesh.spec.shape
         changes = [
             (axis, had, gets)
             for axis, (had, gets) in enumerate(

@@ -73,7 +73,7 @@ def resizable(
 def _sizes_after(spec: DTensorSpec, dim: int, resize: Resize) -> dict[int, Ints | None] | None:
     """The sizes of the shards of each axis that shards ``dim``; None if no placement has them."""
     axes = spec.axes_of(dim)
-    lengths = [spec.mesh.shape[axis] for axis in axes]
+    lengths = [spec.mesh.spec.shape[axis] for axis in axes]
     sizes = infer_splits(resize(spec.shards_of(dim)), lengths)
     return None if sizes is None else dict(zip(axes, sizes, strict=True))
 
