@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_RESIZE = torch.ops.aten.resize_.default
 #: What copies; a sum does where it adds up single elements.
 _COPIES = {
     torch.ops.aten.clone.default,
@@ -22,9 +21,8 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether operators on plain tensors mean one thing only.
 
     They do not where one reads some of the elements that it writes by way of another view: torch
-    refuses it only of dense tensors. Nor where torch enlarges the memory of ``out=``, by which
-    those that have shown it in part are written to, or that of a tensor by ``resize_()``, which
-    then shows what happens to be there.
+    refuses it only of dense tensors. Nor where torch gives ``out=`` another shape, unless that has
+    no memory: then it writes to what others show.
     """
 
     def __init__(self) -> None:
@@ -47,8 +45,7 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _COPIES and result.numel() == args[0].numel():
             self.copies[result.untyped_storage()._cdata] = result, args[0]
         for target, (shape, size) in zip(written, before, strict=True):
-            grew = target.untyped_storage().nbytes() > size > 0
-            if grew and target.shape != shape and (func is _RESIZE or "out" in (kwargs or {})):
+            if size and target.shape != shape:
                 self.is_fair = False
         return result
 

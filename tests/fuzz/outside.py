@@ -37,7 +37,7 @@ _BEYOND = (
     *("with torch.no_grad(): v0.t_()", "with torch.inference_mode(): v0.unsqueeze_(0)"),
     *("v0.t_()", "v1.squeeze_()", "v0.mul_(3)", "v0.data.mul_(3)", "v0[0] = 0.5"),
     *("with torch.inference_mode(): v0.mul_(3)", "with torch.no_grad(): v0.add_(1.0)"),
-    *("v0.data = data((4, 6), 7, {q})", "with torch.no_grad(): v0.as_strided_((2, 2), (2, 1), 1)"),
+    *("v0.data = data((4, 6), 7, {q})"),
     "with torch.no_grad(): torch.sum(v0, 0, out=v0)",
 )
 _AFTER = ("", "v0.mul_(3)", "with torch.no_grad(): v0.mul_(3)", "v1.mul_(2)", "v1.data.mul_(2)")

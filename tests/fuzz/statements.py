@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -117,26 +116,15 @@ def basic_index(choose: Chooser, name: str) -> str:
 
 def _view(c: Chooser) -> str:
     x = c.any()
-    kind = c.of(*_WITHOUT_ARGUMENTS, *_VIEWS, *_VIEWS, "as_strided", "view", "reshape", "reshape")
+    kind = c.of(*_WITHOUT_ARGUMENTS, *_VIEWS, *_VIEWS, "view", "reshape", "reshape")
     if kind in _WITHOUT_ARGUMENTS:
         return f"{x}.{kind}"
-    if kind == "as_strided":  # whose gradient is that of what it is made of, or of its base
-        if _has_spare_memory(c.tensors[x]):
-            raise LookupError
-        x = f"{x}.detach()"
-        return f"{x}.{kind}({_strided(c)})"
     if kind in _VIEWS:
         return f"{x}.{kind}({_VIEWS[kind](c, x, c.dim(x))})"
     sizes = list(c.tensors[x].shape)
     count = max(c.tensors[x].numel(), 1)
     first = c.of(*[n for n in range(1, count + 1) if count % n == 0])
     return f"{x}.{kind}({c.of([first, -1], [-1], [-1, first], sizes, [1, *sizes])})"
-
-
-def _has_spare_memory(tensor: Tensor) -> bool:
-    """True if more can be seen of its memory than anybody has written, as of losses' own."""
-    base = tensor if tensor._base is None else tensor._base
-    return base.untyped_storage().nbytes() > base.numel() * base.element_size()
 
 
 def _shuffled(c: Chooser, x: str, dim: int) -> str:
@@ -148,12 +136,6 @@ def _shuffled(c: Chooser, x: str, dim: int) -> str:
 def _expanded(c: Chooser, x: str, dim: int) -> str:
     sizes = [c.of(2, 3) if size == 1 else size for size in c.tensors[x].shape]
     return str([c.of(2), *sizes] if c.rng.random() < 0.3 else sizes)
-
-
-def _strided(c: Chooser) -> str:
-    size = [c.rng.randint(1, 3) for _ in range(c.of(1, 2))]
-    offset = c.of("", f", {c.rng.randint(0, 4)}")
-    return f"{size}, {[c.rng.randint(1, 4) for _ in size]}{offset}"
 
 
 def _ranged(c: Chooser, x: str, dim: int) -> str:
@@ -356,15 +338,6 @@ def _detach(c: Chooser) -> str:
     return f"{c.any()}.detach_()"
 
 
-def _resize(c: Chooser) -> str:
-    """Another shape of as many elements as memory has, or of fewer."""
-    x = c.any()
-    sizes = [c.rng.randint(1, 4) for _ in range(c.of(1, 2))]
-    if math.prod(sizes) > c.tensors[x].numel():
-        raise LookupError
-    return f"{x}.resize_({sizes})"
-
-
 def _gradient(c: Chooser) -> str:
     of = c.any(lambda t: t.requires_grad)
     to = c.any(lambda t: t.requires_grad and not (t._is_view() and t._version))
@@ -387,8 +360,8 @@ def _refused(c: Chooser) -> str:
         f"{x}[{c.rng.randint(-5, 5)}]", f"torch.cat([{x}, {y}])", f"{x}.squeeze({c.of(0, 2)})",
         f"torch._foreach_add_([{x}], [{y}])", f"{x}.unfold(0, {c.rng.randint(1, 5)}, 1)",
         f"{x}.detach_()", f"{x}.expand({[2, *c.tensors[y].shape]})", f"{x}.t_()",
-        f"{x}.resize_([2])", f"{x}[{y} > 0.3]",
-        f"{x}[[{c.rng.randint(-5, 5)}]]", f"{x}.as_strided([3], [2], {c.rng.randint(0, 9)})",
+        f"{x}[{y} > 0.3]",
+        f"{x}[[{c.rng.randint(-5, 5)}]]",
     )  # fmt: skip
 
 
@@ -407,7 +380,7 @@ _VALUES: Sequence[tuple[Callable[[Chooser], str], float]] = (
 )
 _WRITES: Sequence[tuple[Callable[[Chooser], str], float]] = (
     *((_write, 7), (_write_item, 4), (_write_list, 2), (_write_out, 2), (_write_local, 1)),
-    *((_become_view, 1), (_watch, 1), (_detach, 0.3), (_resize, 0.3), (habits.write, 9)),
+    *((_become_view, 1), (_watch, 1), (_detach, 0.3), (habits.write, 9)),
 )
 _MODES = ("with torch.no_grad():", "with torch.inference_mode():", "with torch.enable_grad():")
 

@@ -45,7 +45,7 @@ _STEP = "descend(v0 * v0)\ntorch.optim.SGD([v0], 0.1, momentum=0.5).step()\n"
         # Circles.
         "v1 = v0.detach()\nv1.data = v1.detach()[1:]\nv1.data = v1.data.t()\nv1.mul_(2)",
         "v1 = v0.detach().flatten().detach()\nv1.data = v1.data[None].expand(2, -1)\n"
-        "v2 = v1[:, 0]\nwith torch.no_grad(): v1.resize_([2, 2])\nv3 = v1 * 3",
+        "v2 = v1[:, 0]\nv3 = v1 * 3",
         # Base and views that require gradients later.
         "v1 = v0.detach()\nv2 = v1.flatten()\nv1.requires_grad_()\nv3 = v1 * v1\nv4 = v2 * 2",
         "v1 = own(v0)\nv0.requires_grad_(False)\nv2 = v1 * 2",

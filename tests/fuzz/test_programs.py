@@ -155,7 +155,6 @@ def test_views_that_were_left_by_their_base_are_not_written_in_the_graph(layout:
         "v0[1].detach_()",
         "v1[1].detach_()",
         "v0.detach()[0].detach_()",
-        "v1.resize_([2])",
         "v2.index_select(0, torch.tensor([-1]))",
         "v2[[4]]",
         "v2[:, [9]]",

@@ -30,7 +30,7 @@ _VIEWS = (
     *("{of}.unsqueeze(0)", "{of}.squeeze()", "{of}[None].expand(2, *[-1] * {of}.dim())"),
     *("{of}.diagonal()", "{of}.unbind(0)[0]", "{of}.chunk(2, -1)[0]", "{of}.movedim(0, -1)"),
     *("{of}.unflatten(0, (-1, 1))", "{of}.reshape(2, -1)", "{of}.view(-1, 2)", "{of}[:]"),
-    *("{of}.as_strided((2, 2), (2, 1), 1)", "{of}.unfold(0, 2, 1)", "{of}.view_as({of})"),
+    *("{of}.unfold(0, 2, 1)", "{of}.view_as({of})"),
     *("{of}[None].expand(2, *[-1] * {of}.dim()).reshape(1, 2, *{of}.shape)", "{of}[1:1]"),
 )
 _SEES = (

@@ -216,8 +216,6 @@ class Memory:
     #: A local tensor of it, the numbers of writes to that and of changes of the mode when it was
     #: last hashed, and the digest of that.
     content: tuple[Tensor, int, int, int] | None = None
-    #: The number of elements, if the owner shows fewer since.
-    room: int | None = None
 
     def __init__(self, root: Memory | None = None, shows: Snapshot | None = None) -> None:
         self.root, self.shows = root, shows

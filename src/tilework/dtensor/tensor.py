@@ -53,7 +53,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.moved_views import offset_of, room_of
+from tilework.dtensor.views.moved_views import offset_of
 from tilework.layout import Placement, Replicate
 from tilework.layout.internal import native_placement, placements_in
 from tilework.mesh import DeviceMesh
@@ -566,7 +566,6 @@ def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         copies[root] = copied._memory, moved
     else:
         copied._memory, copied._made, copied._digest = Memory(first), digest, None
-    memory_of(copied).room = room_of(tensor)
     moved_views.note_start(copied, offset_of(tensor))
     return copied
 

@@ -237,3 +237,25 @@ def test_a_write_that_the_program_counts_itself(several: bool) -> None:
             y.backward()  # type: ignore[no-untyped-call]
 
     run_ranks(2, program)
+
+
+@each(
+    "call",
+    [
+        lambda x: x.as_strided((2, 2), (2, 1)),
+        lambda x: torch.as_strided_copy(x, (2, 2), (2, 1)),
+        lambda x: torch.as_strided_scatter(torch.ones(4), x, (2, 2), (2, 1)),
+        lambda x: x.as_strided_((2,), (1,)),
+        lambda x: x.resize_(2),
+        lambda x: torch.ops.aten.resize_(x, [4]),
+    ],
+)
+def test_memory_of_several_ranks_has_no_strides(call: Callable[[Any], Any]) -> None:
+    def program(rank: int) -> None:
+        for placement in (Shard(0), Replicate()):
+            x = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [placement])
+            with pytest.raises(TypeError, match="asks for the memory of"):
+                call(x)
+            assert x.shape == (2, 2)
+
+    run_ranks(2, program)

@@ -46,9 +46,7 @@ def _database() -> list[Any]:
 
 
 #: What is in memory that was not written to is anything.
-_UNWRITTEN = ("empty", "resize_")
-#: Operators whose gradients torch has wrong, as gradcheck says; tests/dtensor/rules test ours.
-_WRONG_GRADIENTS = ("as_strided_scatter",)
+_UNWRITTEN = ("empty",)
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,10 @@ def forms(info: Any) -> list[Form]:
     def function(input: Any, args: Any, kwargs: Any) -> Any:
         return info.op(input, *args, **kwargs)
 
-    graded = info.name not in _WRONG_GRADIENTS
-    found = [Form("function", function, graded)]
+    found = [Form("function", function)]
     if (method := info.method_variant) is not None:
         call: Any = lambda input, args, kwargs: method(input, *args, **kwargs)  # noqa: E731
-        found.append(Form("method", call, graded))
+        found.append(Form("method", call))
     if (in_place := info.inplace_variant) is not None:
 
         def on_copy(input: Any, args: Any, kwargs: Any) -> Any:

@@ -33,8 +33,10 @@ _TOLERANCE = {
 }
 
 
-#: Changes of dims in place that DTensor refuses.
-_REFUSED = re.compile("would change the dims of|would have to move elements between ranks: write")
+#: Changes of dims in place, and strides of memory, that DTensor refuses.
+_REFUSED = re.compile(
+    "would change the dims of|would have to move elements between ranks: write|for the memory of"
+)
 
 
 @dataclass

@@ -19,7 +19,8 @@ operators that do. For the others the tensors are gathered: the result is right,
 gets all of the bytes, and a `GatherWarning` says so once. Which is which was found by calling
 each of the {count} operators of the database that torch has for its own tests with its sample
 arguments, in each of its forms (function, method, in place, `out=`), on meshes of 2 and of 2 x 2
-ranks, sharded along the first dim, the last, and at random.
+ranks, sharded along the first dim, the last, and at random. Only `as_strided` and its like,
+`resize_` and `resize_as_` are refused, since they ask for the memory of the whole tensor.
 
 {never} operators were never gathered (at most along dims that an operator needs whole),
 {partly} for some calls, {always} always; {none} have no samples that can be called here.

@@ -353,8 +353,6 @@ def test_index_put_writes_where_torch_does() -> None:
         lambda x: x.view(2, 3).put_(torch.tensor([6]), torch.tensor([2.0])),
         lambda x: x.view(2, 3).put_(torch.tensor([-7]), torch.tensor([2.0])),
         lambda x: x[:0].quantile(0.5, 0),
-        lambda x: x.as_strided([3], [3]),
-        lambda x: x.sum().as_strided([2], [1]),
     ],
 )
 def test_what_torch_refuses_is_refused(write: Callable[[Any], Any]) -> None:
@@ -383,7 +381,6 @@ def test_what_torch_refuses_is_refused(write: Callable[[Any], Any]) -> None:
         lambda x: torch.diagonal_scatter(x, torch.ones(1)),
         lambda x: torch.select_scatter(x, torch.ones(1), 0, 0),
         lambda x: torch.slice_scatter(x, torch.ones(1, 6), 0, 0, 2),
-        lambda x: torch.as_strided_scatter(x, torch.ones(1), (2,), (1,)),
     ],
 )
 @each("placement", [Shard(0), Shard(1), Replicate()])
@@ -476,5 +473,30 @@ def test_tensors_on_meta_are_indexed_as_in_torch() -> None:
             rows = distribute_tensor(plain, mesh, [Shard(0)])
             rows[index] = 1.0
             assert rows.is_meta
+
+    run_ranks(2, program)
+
+
+@each("placement", [Replicate(), Shard(0), Shard(1)])
+@each(
+    "scatter",
+    [
+        lambda x, s: torch.select_scatter(x[:1].expand(3, 6), s[0, :1].expand(6), 0, -1),
+        lambda x, s: torch.slice_scatter(x[:, :1].expand(4, 6), s[:1].repeat(4, 1), 1, 0, 2),
+        lambda x, s: torch.diagonal_scatter(x[:, :1].expand(4, 6), s.view(-1)[:4]),
+    ],
+)
+def test_scatters_to_what_is_expanded(
+    scatter: Callable[[Any, Any], Any], placement: Placement
+) -> None:
+    source = -torch.ones(2, 2)
+    expected = scatter(A, source)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(A, mesh, [placement])
+        result = scatter(x, distribute_tensor(source, mesh, [Replicate()]))
+        assert torch.equal(result.full_tensor(), expected)
+        assert result.stride() == expected.stride()
 
     run_ranks(2, program)

@@ -231,27 +231,9 @@ def test_memory_as_another_dtype(view: Callable[[Tensor], Tensor], place: Placem
     def program(rank: int) -> None:
         plain = torch.arange(16.0).reshape(4, 4)
         x = distribute_tensor(plain, init_device_mesh("cpu", (3,)), [place])
-        for size, stride, offset in [((2, 2), (1, 2), 3), ((4, 4), (4, 1), 0), ((8, 2), (2, 1), 0)]:
-            expected = view(plain).as_strided(size, stride, offset)
-            actual = view(x).as_strided(size, stride, offset).full_tensor()  # type: ignore[attr-defined]
-            assert actual.dtype == expected.dtype
-            assert torch.equal(actual, expected)
+        assert torch.equal(view(x)[1:].full_tensor(), view(plain)[1:])  # type: ignore[attr-defined]
 
     run_ranks(3, program)
-
-
-def test_elements_of_a_sharded_dim_are_written_to_twice() -> None:
-    def program(rank: int) -> None:
-        x: Any = distributed(BOX.clone(), init_device_mesh("cpu", (2,)), Layout((Shard(1),)))
-        y = x.requires_grad_() * 1.0
-        for index in ((slice(None), 1), (slice(1, 2), None, 1), (0, -1, -2)):
-            view = y[index]
-            view.mul_(2.0)
-            view.add_(1)
-        y.sum().backward()
-        assert x.grad.full_tensor()[:, :, 2].tolist() == [[1, 2, 2], [1, 4, 1]]
-
-    run_ranks(2, program)
 
 
 def test_hooks_stay_on_views_when_data_is_written() -> None:

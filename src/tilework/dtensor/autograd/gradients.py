@@ -41,7 +41,7 @@ from tilework.dtensor.redistribution.redistribute import (
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.moved_views import offset_of, room_of
+from tilework.dtensor.views.moved_views import offset_of
 from tilework.dtensor.views.places import holders, living, show_as
 from tilework.layout import Placement
 
@@ -152,8 +152,6 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     digest, start = digest_of(value), offset_of(value)
     shown = local_of(value).data
     _keep_base(tensor, value)
-    if start:
-        memory_of(value).room = room_of(value)
     before, given, shows = own_memory(tensor), memory_of(value), own_memory(value).shows
     _leave_memory(tensor)
     memory = Memory() if is_new else Memory(given, shows)
@@ -314,8 +312,7 @@ def set_memory(tensor: DTensorBase, *source: Any) -> None:
         raise TypeError(
             f"set_() of a DTensor takes another DTensor, whose memory it shows from then on, got "
             f"{', '.join(type(each).__name__ for each in source) or 'nothing'}: memory of several "
-            f"ranks has no storage. x.resize_(0) leaves no elements, x.set_(y.as_strided(…)) sets "
-            f"sizes and strides, x.copy_(y) takes values only"
+            f"ranks has no storage. x.copy_(y) takes values only"
         )
     check_no_leaf(tensor)
     if source[0].dtype != tensor.dtype:

@@ -208,7 +208,7 @@ _FILLS = frozenset(
 _WRITES_NOTHING = frozenset(
     f"{name}_"
     for name in (
-        *("transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as"),
+        *("transpose", "t", "squeeze", "unsqueeze"),
         *("detach", "requires_grad", "set"),
     )
 )

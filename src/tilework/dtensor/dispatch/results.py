@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
-from tilework.dtensor.base import memory_of, owner_of
+from tilework.dtensor.base import memory_of
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.checked_writes import check_apart, check_write
 from tilework.dtensor.propagation.dtensor_call import (
@@ -30,7 +29,6 @@ from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
-from tilework.dtensor.views.moved_views import offset_of, room_of
 from tilework.mesh import DeviceMesh
 
 
@@ -286,20 +284,11 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
     if len(outs) != len(values):
         raise TypeError(f"{name} gives {len(values)} tensors, got {len(outs)} in out=")
     for target, value in zip(outs, values, strict=True):
-        for tensor in inputs:
-            if not isinstance(target, DTensor):
-                continue
-            if target.shape == value.shape:
-                if tensor is not target:
-                    one = name in ("max", "min") and len(outs) == 1
-                    check_apart(name, target, tensor, out=not one)
-            elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
-                raise RuntimeError(
-                    f"{name} with out= of shape {list(target.shape)}, which would be resized for "
-                    f"a result of shape {list(value.shape)}, but is a view of memory that is also "
-                    f"read: pass a tensor with memory of its own as out="
-                )
         check_out(name, target, value)
+        for tensor in inputs:
+            if isinstance(target, DTensor) and tensor is not target:
+                one = name in ("max", "min") and len(outs) == 1
+                check_apart(name, target, tensor, out=not one)
 
 
 def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
@@ -327,23 +316,6 @@ def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: 
         )
 
 
-def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
-    """True if a tensor of another shape fits into the memory of ``out=``, from where it begins.
-
-    Raises:
-        RuntimeError: It does not, and the memory is another tensor's.
-    """
-    owner = owner_of(out)
-    room = max(room_of(out) - offset_of(out), 0)
-    if math.prod(shape) > room > 0 and owner is not out:
-        raise RuntimeError(
-            f"out= of shape {list(out.shape)} is a view of memory with room for {room} elements "
-            f"where it begins, and the result has shape {list(shape)}: pass a tensor of that "
-            f"shape, or one that is no view"
-        )
-    return math.prod(shape) <= room
-
-
 def check_out(name: str, out: Tensor, value: Tensor) -> None:
     """Raise RuntimeError, as torch does, if a result cannot be written to ``out=``. Local.
 
@@ -357,10 +329,13 @@ def check_out(name: str, out: Tensor, value: Tensor) -> None:
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "
             f"but one of the arguments requires grad"
         )
-    if isinstance(out, DTensor) and out.requires_grad and out.shape != value.shape:
+    if not isinstance(out, DTensor) or out.shape == value.shape:
+        return
+    if out.numel() or out.requires_grad or moved_views.is_view(out):
         raise RuntimeError(
-            f"{name} with out= of shape {list(out.shape)}, which requires a gradient, would resize "
-            f"it to {list(value.shape)}: pass a tensor of that shape, or one that requires none"
+            f"{name} with out= of shape {list(out.shape)} for a result of shape "
+            f"{list(value.shape)}: pass a tensor of that shape, or one without elements that is no "
+            f"view and requires no gradient"
         )
 
 
@@ -379,19 +354,8 @@ def write_out(out: Any, value: Any, name: str) -> None:
     if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
         value = replicated(value, out._spec.mesh)
     if out.shape != value.shape:
-        if out.numel():
-            causes.warn_user(
-                f"out= of {name} has shape {list(out.shape)} and elements, and is resized to "
-                f"{list(value.shape)}: this is deprecated; pass one of that shape, or resize_(0) "
-                f"it first",
-                UserWarning,
-                out._spec.mesh,
-            )
-        if _has_room(out, value.shape):
-            torch._resize_output_(out, value.shape, out.device)  # in_place_views.py has it
-        else:
-            gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
-            return
+        gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
+        return
     if out._view_of is not None:
         moved_views.check_fresh(out)
     check_write(name, out)

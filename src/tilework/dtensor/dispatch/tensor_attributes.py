@@ -209,22 +209,26 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
 @dtensor_handler(
     *("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
     *("_make_dual", "make_dual", "share_memory_"),
+    *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"),
+    *("resize_", "resize_as_", "_resize_output_"),
 )
 def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
     name = getattr(func, "__name__", str(func))
+    tensor = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensorBase))
     if name.endswith("make_dual"):
         raise TypeError(
             f"forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) take no "
-            f"DTensors, got {args[0]!r}: use backward(), or plain tensors from full_tensor()"
+            f"DTensors, got {tensor!r}: use backward(), or plain tensors from full_tensor()"
         )
     if is_called_within("export"):
         raise TypeError(
-            f"torch.export and torch.jit take no DTensors, got {args[0]!r}: export a plain copy of "
+            f"torch.export and torch.jit take no DTensors, got {tensor!r}: export a plain copy of "
             f"the model, whose parameters are those of full_tensor()"
         )
     raise TypeError(
-        f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
-        f"it plain with full_tensor(), or take this rank's part with to_local(); "
+        f"{name} asks for the memory of {tensor!r}, which has its elements on several ranks: make "
+        f"it plain with full_tensor(), or take this rank's part with to_local(); index, narrow(), "
+        f"unfold() and expand() show parts of it, and x.data = y gives it another shape; "
         f"tilework.checkpoint.save and async_save take it as it is; for what else torch does with "
         f"DTensors make it torch's, in the same memory, with to_torch(), or all of a model with "
         f"module_to_torch(model)"

@@ -499,7 +499,7 @@ _OF_OTHERS = _table(
         """,
         _padded: "constant_pad_nd pad",
         _attention: "scaled_dot_product_attention",
-        _of_copied_memory: "as_strided_scatter diagonal_scatter select_scatter slice_scatter",
+        _of_copied_memory: "diagonal_scatter select_scatter slice_scatter",
         _like_first: """
             addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout
             feature_dropout flip fliplr flipud huber_loss index_fill index_put msort normalize

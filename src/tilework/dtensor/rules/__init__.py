@@ -1,7 +1,6 @@
 """Rules of operators for DTensors, by family. The import registers these and the general rules."""
 
 from tilework.dtensor.rules import (  # noqa: F401
-    as_strided,
     attention,
     batch_norm,
     concatenation,

@@ -140,15 +140,6 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 # -- ranges and diagonals --------------------------------------------------------------------
 
 
-def check_source(src: Tensor, shape: Sequence[int]) -> None:
-    """Raise, as torch does, if a source does not have the shape of the elements to write."""
-    if tuple(src.shape) != tuple(shape):
-        raise RuntimeError(
-            f"expected src to have a size equal to the slice of self. src size = "
-            f"{list(src.shape)}, slice size = {list(shape)}"
-        )
-
-
 def _copy_with(
     input: Tensor, src: Tensor, view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Any]
 ) -> Tensor:
@@ -162,10 +153,16 @@ def _copy_with(
     """
     input = on_mesh(input, src)
     window = window_after(input, view)
-    check_source(src, window.size)
+    if tuple(src.shape) != tuple(window.size):
+        raise RuntimeError(
+            f"expected src to have a size equal to the slice of self. src size = "
+            f"{list(src.shape)}, slice size = {list(window.size)}"
+        )
     if input._spec.overlaps and not input._spec.repeats:
-        # torch copies the memory, where several elements may share a place.
-        return torch.as_strided_scatter(input, src, *window)
+        raise RuntimeError(
+            f"a scatter to {input!r}, of which several elements share a place in memory, as "
+            f"unfold() makes them: torch copies the memory, not the elements. clone() it first"
+        )
     copy = input.clone()
     write(copy)
     return copy

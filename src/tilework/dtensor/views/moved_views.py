@@ -32,7 +32,6 @@ from tilework.dtensor.base import (
     is_moved,
     memory_of,
     own_memory,
-    owner_of,
     root_in_graph,
     version_of,
     wrap_as,
@@ -80,18 +79,6 @@ class Window(NamedTuple):
     strides: Ints
     offset: int
 
-    @property
-    def stop(self) -> int:
-        """The place after the last element; 0 without elements."""
-        if 0 in self.size:
-            return 0
-        steps = zip(self.size, self.strides, strict=True)
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The elements of ``memory`` that are in the window."""
-        return memory.as_strided(*self)
-
 
 def window_of(tensor: DTensorBase) -> Window:
     """The window through which a tensor would show memory, were it a plain tensor. Local."""
@@ -111,11 +98,6 @@ def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Win
 def offset_of(tensor: DTensorBase) -> int:
     """The storage offset, in elements, that a tensor would have, were it plain. Local."""
     return _start(tensor._viewed)
-
-
-def room_of(tensor: DTensorBase) -> int:
-    """The number of elements in the memory that a tensor shows. Local."""
-    return memory_of(tensor).room or window_of(owner_of(tensor)).stop
 
 
 def _start(viewed: Viewed | int | None) -> int:
