@@ -265,9 +265,6 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     _check_outs(name, tensors_in(out), result, inputs)
     _check_out_dtypes(name, func, args, {**kwargs, "out": out}, result)
     if isinstance(out, Tensor):
-        if not isinstance(out, DTensor):
-            write_out(out, result, name)
-            return out
         write_out(out, result, name)
         return out
     for target, value in zip(out, result, strict=True):

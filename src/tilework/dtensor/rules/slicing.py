@@ -148,70 +148,34 @@ def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
         input: The tensor.
         items: The items of all dims, in order, and of new dims.
     """
-    # An axis of one rank shards nothing.
-    spec = input.spec
-    single = [dim for dim, item in _items_by_dim(items) if isinstance(item, int)]
-    if any(spec.splits[dim] for dim in single):
+    spec, dim = input.spec, 0
+    single: list[int] = []
+    spans: dict[int, tuple[int, int, int]] = {}
+    by_dim: list[tuple[Item, int]] = []
+    shape: list[int] = []
+    dims: dict[int, int] = {}
+    for item in items:
+        by_dim.append((item, dim))
+        if isinstance(item, slice):
+            spans[dim], dims[dim] = item.indices(input.shape[dim]), len(shape)
+            shape.append(len(range(*spans[dim])))
+        elif item is None:
+            shape.append(1)
+            continue
+        else:
+            single.append(dim)
+        dim += 1
+    if any(spec.splits[dim] for dim in single):  # an axis of one rank shards nothing
         spec = with_dims_unsharded(spec, single)
-    spans = {
-        dim: item.indices(input.shape[dim])
-        for dim, item in _items_by_dim(items)
-        if isinstance(item, slice)
-    }
     changed = {dim: span for dim, span in spans.items() if span != (0, input.shape[dim], 1)}
     resizes = {dim: resize_to_range(*span) for dim, span in changed.items() if spec.axes_of(dim)}
     source, sizes = resizable(spec, resizes)
-    shape, dims = _result_shape(items, spans)
-    return PlacedCall(
-        [source], [resized(source, shape, dims, sizes)], _slice_local(items, spans, changed, source)
-    )
-
-
-def _items_by_dim(items: Sequence[Item]) -> list[tuple[int, Item]]:
-    return list(enumerate(item for item in items if item is not None))
-
-
-def _result_shape(
-    items: Sequence[Item], spans: dict[int, tuple[int, int, int]]
-) -> tuple[Ints, dict[int, int]]:
-    """The shape of the result, and for each dim of the tensor that stays the dim of the result."""
-    shape: list[int] = []
-    dims: dict[int, int] = {}
-    dim = 0
-    for item in items:
-        if item is None:
-            shape.append(1)
-            continue
-        if isinstance(item, slice):
-            dims[dim] = len(shape)
-            shape.append(len(range(*spans[dim])))
-        dim += 1
-    return tuple(shape), dims
-
-
-def _slice_local(
-    items: Sequence[Item],
-    spans: dict[int, tuple[int, int, int]],
-    changed: dict[int, tuple[int, int, int]],
-    source: DTensorSpec,
-) -> Callable[[Tensor], Tensor]:
-    """The function that indexes the local tensor."""
     box = source.local_box
-    index: list[Any] = []
-    dim = 0
-    for item in items:
-        if item is None:
-            index.append(None)
-            continue
-        if isinstance(item, int):
-            index.append(item)
-        elif dim in changed:
-            index.append(local_slice(*spans[dim], box.offsets[dim], box.sizes[dim]))
-        else:
-            index.append(slice(None))
-        dim += 1
-    local = tuple(index)
-    return lambda x: x[local]
+    here = {dim: local_slice(*s, box.offsets[dim], box.sizes[dim]) for dim, s in changed.items()}
+    index = tuple([
+        here.get(dim, slice(None)) if isinstance(item, slice) else item for item, dim in by_dim
+    ])  # fmt: skip
+    return PlacedCall([source], [resized(source, shape, dims, sizes)], lambda x: x[index])
 
 
 def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
