@@ -37,7 +37,7 @@ _BEFORE = (
         "v1 = v0.data[1:]",
     ),
     *("v1 = v0 * v0", "v1 = v0.detach().flatten()", "v1 = v0.detach().reshape(-1)"),
-    *("v1 = v0.detach().mT[1:]"),
+    "v1 = v0.detach().mT[1:]",
 )
 _OTHERS = ("v2 = data({s2}, 7, {p2})", "v2 = leaf('v2', {s2}, 7, {p2})")
 _FORMS = (
@@ -47,7 +47,7 @@ _FORMS = (
     *("v0.data.reshape(-1)", "v0.data.reshape(2, -1)", "v0.data.view(-1)", "v0.data.flip(0)"),
     *("v0.data.chunk(2)[1]", "v0.data.chunk(2, 1)[0]", "v0.data.unbind(1)[1]", "v0.data.squeeze()"),
     *("v0.data.unsqueeze(0)", "v0.data.unsqueeze(1).expand(-1, 2, -1)", "v0.data.diagonal()"),
-    *("v0.data[None].expand(2, -1, -1)"),
+    "v0.data[None].expand(2, -1, -1)",
     *("v0.data.unflatten(0, (-1, 1))", "v0.data.roll(1, 0)", "v0.data.t().contiguous()"),
     *("v2.data", "v2.data.t()", "v2.data[1:]", "v2.data[0]", "v2.data * 2", "v2.detach()"),
     *("v2.detach().reshape(-1)", "v2.detach()[:, 1:]", "v2.data.t()[1:]"),
@@ -55,7 +55,7 @@ _FORMS = (
 )
 _GIVING = (
     *("v0.data = {form}", "v0.data = {form}", "with torch.no_grad(): v0.data = {form}"),
-    *("with torch.no_grad(): v0.set_({form})", "v0.data, v2.data = v2.data, v0.data"),
+    "v0.data, v2.data = v2.data, v0.data",
 )
 _AFTER = (
     *("", "", "v3 = v0.detach()[1:]", "v3 = v0.detach()", "v3 = v0.detach().t()", "v3 = v0 * v0"),
@@ -78,7 +78,7 @@ _WRITES = (
 )
 _DIMS = (
     *("with torch.no_grad(): v0.t_()", "with torch.no_grad(): v0.unsqueeze_(0)"),
-    *("with torch.no_grad(): v1.t_()"),
+    "with torch.no_grad(): v1.t_()",
 )
 _LAST = ("", "v4 = v0 * 3", "v4 = v0 * v0\nv5 = v0[0]", "v4 = v0.t() * 2", "v4 = copied(v0)")
 
