@@ -181,7 +181,7 @@ def defer_grad(tensor: DTensorBase, reduce: Callable[[], None] | None) -> None:
 
 
 def deferred_grad(tensor: DTensorBase) -> Callable[[], None] | None:
-    """The function that :func:`defer_grad` was given. Local."""
+    """The function that :func:`defer_grad` was given; None if none waits. Local."""
     return None if tensor._grads is None else tensor._grads.deferred
 
 

@@ -119,14 +119,9 @@ def _on_locals(
                 if (state := optimizer.state.get(param)) is not None:
                     states[param] = state
                 continue
-            grads = grads_of(param)
-            if grads.deferred is not None:
-                grads.deferred()
-            local = param._local_tensor
-            if param._spec.partial_axes or not param._spec.takes_part:
+            if not _has_own_local(param):
                 return None
-            if is_moved(param) or (grads.shown is not None and is_moved(grads.shown)):
-                return None  # a write to a moved view must also reach the base's memory
+            local = param._local_tensor
             params.append(local)
             if state := optimizer.state.get(param):
                 if not _sharded_alike(param, state):
@@ -143,11 +138,12 @@ def _on_locals(
 
 def _has_own_local(param: DTensor) -> bool:
     """True if a step may write the local tensors alone, of a parameter and its gradient."""
-    if param._deferred_grad is not None:
-        param._deferred_grad()
+    grads = grads_of(param)
+    if grads.deferred is not None:
+        grads.deferred()
     if param._spec.partial_axes or not param._spec.takes_part or is_moved(param):
         return False  # a write to a moved view must also reach the base's memory
-    return param._grad is None or not is_moved(param._grad)
+    return grads.shown is None or not is_moved(grads.shown)
 
 
 def _keep_digests(optimizer: Optimizer) -> None:
