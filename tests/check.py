@@ -2,8 +2,8 @@
 
 Runs everything at once, and prints a line with the seconds of each. The tests are a fixed smoke
 set, then those of the files changed since the upstream branch (``--since``): ``tests/a/test_b*.py``
-for ``src/tilework/a/b.py``, else the guards in :mod:`tests.tested_by`, else those of the nearest
-folder; ``tests/csrc/a/test_b*.py`` for ``csrc/a/b.cpp``.
+for ``src/tilework/a/b.py``, else those of a row in :mod:`tests.tested_by`, else of the nearest folder;
+``tests/csrc/a/test_b*.py`` for ``csrc/a/b.cpp``.
 Tests that have not begun within the budget are skipped, and counted; ``make test`` runs all.
 """
 
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.tested_by import TESTED_BY
+from tests.tested_by import guards, row_of
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -120,8 +120,10 @@ def tests_of(path: Path) -> list[Path]:
             folder = Path("tests") / path.parent
             return _modules(folder, path.stem) or _modules(folder, "")
         case ("src", "tilework", *_):
-            guards = TESTED_BY.get("/".join(path.parts[2:]), ())
-            return own_tests(path) or [Path("tests", each) for each in guards] or _nearest(path)
+            row = row_of(Path(*path.parts[2:]))
+            listed = [] if row is None else guards(row)
+            its = [test for name in listed for test in modules_in(ROOT / "tests" / name)]
+            return own_tests(path) or its or _nearest(path)
     return []
 
 
@@ -132,6 +134,12 @@ def own_tests(path: Path) -> list[Path]:
         place = place.parent
     folders = SHARED.get(place.parent.as_posix(), (place.parent,))
     return [test for folder in folders for test in _modules(Path("tests", folder), place.name)]
+
+
+def modules_in(place: Path) -> list[Path]:
+    """The test modules of a folder, or the one that is given."""
+    found = [place] if place.suffix else sorted(place.glob("test_*.py"))
+    return [path.relative_to(ROOT) for path in found if path.is_file()]
 
 
 def _nearest(path: Path) -> list[Path]:

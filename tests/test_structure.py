@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.architecture.complexity import complexity, functions_above
-from tests.check import SHARED, own_tests
-from tests.tested_by import TESTED_BY
+from tests.check import SHARED, own_tests, modules_in
+from tests.tested_by import ROWS, guards, row_of
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -144,21 +144,23 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def test_long_modules_have_tests_of_their_own_name_or_listed_guards() -> None:
-    others = {
-        path.relative_to(PACKAGE).as_posix()
+def test_long_modules_have_tests_of_their_own_name_or_fit_a_row() -> None:
+    alone = [
+        str(here)
         for path in sources()
         if path.name != "__init__.py"
         and len(path.read_text().splitlines()) >= LONG
         and not own_tests(path.relative_to(ROOT))
-    }
-    assert others == TESTED_BY.keys()
+        and row_of(here := path.relative_to(PACKAGE)) is None
+    ]
+    assert not alone, f"add rows to tests/tested_by.py for {alone}"
 
 
-def test_listed_guards_exist() -> None:
-    guards = {test for tests in TESTED_BY.values() for test in tests}
-    assert not [test for test in guards if not (TESTS / test).is_file()]
-    assert all(1 <= len(tests) <= 3 for tests in TESTED_BY.values())
+def test_each_row_is_the_first_of_a_module_and_has_tests() -> None:
+    used = {row_of(path.relative_to(PACKAGE)) for path in sources()}
+    assert not {*ROWS} - used, "rows of tests/tested_by.py that fit no module, or none first"
+    lost = [name for number in ROWS for name in guards(number) if not modules_in(TESTS / name)]
+    assert not lost
 
 
 def test_no_base_name_of_a_module_stands_twice_below_a_package() -> None:
