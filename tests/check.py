@@ -2,8 +2,8 @@
 
 Runs everything at once, and prints a line with the seconds of each. The tests are a fixed smoke
 set, then those of the files changed since the upstream branch (``--since``): ``tests/a/test_b*.py``
-for ``src/tilework/a/b.py``, else those of a row in :mod:`tests.tested_by`, else of the nearest folder;
-``tests/csrc/a/test_b*.py`` for ``csrc/a/b.cpp``.
+for ``src/tilework/a/b.py``, else those of a row in :mod:`tests.tested_by`, else those of the
+nearest folder; ``tests/csrc/a/test_b*.py`` for ``csrc/a/b.cpp``.
 Tests that have not begun within the budget are skipped, and counted; ``make test`` runs all.
 """
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.architecture.complexity import complexity, functions_above
-from tests.check import SHARED, own_tests, modules_in
+from tests.check import SHARED, modules_in, own_tests
 from tests.tested_by import ROWS, guards, row_of
 
 TESTS = Path(__file__).parent
