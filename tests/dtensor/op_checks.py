@@ -143,7 +143,7 @@ class Call:
     def _cotangents(self, results: Sequence[Any]) -> list[Tensor | None]:
         generator = torch.Generator().manual_seed(self.seed)
         return [
-            torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.dtype)
+            torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one)
             if isinstance(one, Tensor) and one.requires_grad and one.layout is torch.strided
             else None
             for one in results
@@ -192,7 +192,7 @@ def _term(whole: Tensor, spec: DTensorSpec, seed: int) -> Tensor:
     for axis in spec.partial_axes:
         here = here * spec.mesh.shape[axis] + coordinate[axis]
     generator = torch.Generator().manual_seed(seed)
-    holder = torch.randint(0, count, whole.shape, generator=generator)
+    holder = torch.randint(0, count, whole.shape, generator=generator).to(whole.device)
     holds, other = holder == here, (holder + 1) % count == here
     op, zero = spec.reduce_op, torch.zeros_like(whole)
     if op in ("sum", "avg"):

@@ -18,7 +18,7 @@ from tilework.parallel import (
     parallelize_module,
 )
 
-WIDTH, ROWS = 16, 12
+WIDTH, ROWS, LAYERS = 16, 12, 2
 
 
 class Layer(nn.Module):
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 WAYS = ("plain", "dtensor", "plan", "fsdp", "ddp")
 
 
-def make(place: Place, way: str, dropout: float = 0.0, layers: int = 2) -> Any:
+def make(place: Place, way: str, dropout: float = 0.0, layers: int = LAYERS) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Layer(dropout) for _ in range(layers))).to(place.device)
     mesh = place.mesh()

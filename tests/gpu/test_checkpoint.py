@@ -19,6 +19,7 @@ from tests.gpu.world import (
     close,
     in_worlds,
     on_device,
+    plain,
     require_device,
     run_checks,
     same,
@@ -26,8 +27,6 @@ from tests.gpu.world import (
 from tilework import checkpoint, sharded
 from tilework.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -54,24 +53,24 @@ def numbers(place: Place, *shape: int) -> torch.Tensor:
 
 def model(place: Place, way: str) -> Any:
     torch.manual_seed(0)
-    plain: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).to(place.device)
+    made: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).to(place.device)
     if way == "fsdp":
-        return fully_shard(plain, mesh=place.mesh())
-    return DistributedDataParallel(plain) if way == "ddp" else plain
+        return fully_shard(made, mesh=place.mesh())
+    return DistributedDataParallel(made) if way == "ddp" else made
 
 
-def stepped(place: Place, model: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step(place, model, optimizer)
+def stepped(model: Any, optimizer: Any = None) -> Any:
+    """The optimizer after a step of the model."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.zero_grad()
+    device = next(model.parameters()).device
+    model(torch.arange(24.0, device=device).view(4, 6)).sum().backward()
+    optimizer.step()
     return optimizer
 
 
-def step(place: Place, model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    optimizer.zero_grad()
-    model(numbers(place, 4, 6)).sum().backward()
-    optimizer.step()
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return [p.detach().clone() for p in whole]
+def weights(model: Any) -> list[torch.Tensor]:
+    return [plain(parameter) for parameter in model.parameters()]
 
 
 # -- saving and loading ---------------------------------------------------------------------------
@@ -87,7 +86,6 @@ def tensors_of_all_kinds(place: Place, way: str) -> None:
         "view": x.t()[1:],
         "rows": distribute_tensor(x, mesh, [Shard(0)]),
         "columns": distribute_tensor(x, mesh, [Shard(1)]),
-        "step": 3,
         "cpu": x.cpu(),
         "pinned": x.cpu().pin_memory() if place.cuda else x.cpu(),
     }
@@ -100,23 +98,21 @@ def tensors_of_all_kinds(place: Place, way: str) -> None:
             state[name].add_(1)
         pending.wait()
         x.sub_(1)
-    on_gpu: dict[str, Any] = {
+    into: dict[str, Any] = {
         "plain": torch.zeros_like(x),
         "half": torch.zeros_like(x).bfloat16(),
         "rows": zeros(7, 4, device_mesh=mesh, placements=[Shard(1)]),
         "columns": zeros(7, 4, device_mesh=mesh, placements=[Replicate()]),
-        "view": torch.zeros(4, 7, device=place.device).t().t()[1:],
+        "view": torch.zeros(4, 7, device=place.device)[1:],
         "cpu": torch.zeros_like(x),
         "pinned": torch.zeros(7, 4),
-        "step": 0,
     }
-    checkpoint.load(folder, into=on_gpu)
-    on_device(place, on_gpu["plain"], on_gpu["rows"], on_gpu["cpu"])
+    checkpoint.load(folder, into=into)
+    on_device(place, *(into[name] for name in ("plain", "half", "rows", "view", "cpu")))
     for name in ("plain", "rows", "columns", "cpu", "pinned"):
-        same(on_gpu[name], x)
-    same(on_gpu["view"], x.t()[1:])
-    same(on_gpu["half"], x.bfloat16())
-    assert on_gpu["step"] == 3
+        same(into[name], x)
+    same(into["view"], x.t()[1:])
+    same(into["half"], x.bfloat16())
     cpu_mesh = init_device_mesh("cpu", (place.size,))
     on_cpu = {
         "plain": torch.zeros(7, 4),
@@ -126,47 +122,31 @@ def tensors_of_all_kinds(place: Place, way: str) -> None:
     for value in on_cpu.values():
         assert value.device.type == "cpu"
         same(value, x)
-    read = checkpoint.read(folder)
-    same(read["rows"], x)
 
 
 @CHECKS("plain", "ddp", "fsdp")
 def training_goes_on(place: Place, way: str) -> None:
+    """In the same parallelism, and in one process on the CPU."""
     folder = place.own_folder(f"training-{way}") / "saved"
     first = model(place, way)
-    optimizer = stepped(place, first)
-    checkpoint.save(
-        {"model": first, "optimizer": optimizer, "random": checkpoint.RandomState()}, folder
-    )
-    expected = step(place, first, optimizer)
+    optimizer, random = stepped(first), checkpoint.RandomState()
+    checkpoint.save({"model": first, "optimizer": optimizer, "random": random}, folder)
+    saved = weights(first)
+    stepped(first, optimizer)
     drawn = torch.rand(3, device=place.device)
     again = model(place, way)
-    other = stepped(place, again)
-    step(place, again, other)
-    checkpoint.load(
-        folder, into={"model": again, "optimizer": other, "random": checkpoint.RandomState()}
-    )
-    for a, b in zip(step(place, again, other), expected, strict=True):
+    other = stepped(again)
+    checkpoint.load(folder, into={"model": again, "optimizer": other, "random": random})
+    stepped(again, other)
+    for a, b in zip(weights(again), weights(first), strict=True):
         same(a, b)
     same(torch.rand(3, device=place.device), drawn)
-
-
-@CHECKS("ddp", "fsdp")
-def from_one_parallelism_to_a_plain_model(place: Place, way: str) -> None:
-    folder = place.own_folder(f"plain-{way}") / "saved"
-    first = model(place, way)
-    optimizer = stepped(place, first)
-    checkpoint.save({"model": first, "optimizer": optimizer}, folder)
-    plain = model(place, "plain").cpu()
-    other = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    plain(numbers(place, 4, 6).cpu()).sum().backward()
-    other.step()
-    checkpoint.load(folder, into={"model": plain, "optimizer": other})
-    for a, b in zip(first.parameters(), plain.parameters(), strict=True):
-        assert b.device.type == "cpu"
+    alone = model(place, "plain").cpu()
+    other = stepped(alone)
+    checkpoint.load(folder, into={"model": alone, "optimizer": other})
+    for a, b in zip(alone.parameters(), saved, strict=True):
         same(a, b)
-    states = list(other.state.values())
-    assert all(state["exp_avg"].device.type == "cpu" for state in states)
+    assert all(state["exp_avg"].device.type == "cpu" for state in other.state.values())
 
 
 @CHECKS()
@@ -191,139 +171,100 @@ def several_asynchronous_saves(place: Place) -> None:
 @CHECKS("whole", "whole on the cpu", "sharded")
 def state_dicts(place: Place, way: str) -> None:
     options = StateDictOptions(full_state_dict=way != "sharded", cpu_offload="cpu" in way)
-    first = model(place, "fsdp")
-    optimizer = stepped(place, first)
-    weights, states = get_state_dict(first, optimizer, options=options)
+    first, second = model(place, "fsdp"), model(place, "fsdp")
+    optimizer, other = stepped(first), stepped(second)
+    values, states = get_state_dict(first, optimizer, options=options)
     kind = "cpu" if "cpu" in way else place.kind
-    for value in weights.values():
-        assert value.device.type == kind, value.device
+    assert {value.device.type for value in values.values()} <= {kind}
     for state in states.get("state", {}).values():  # ranks but the first may have none
         assert state["exp_avg"].device.type == kind
-    second = model(place, "fsdp")
-    other = stepped(place, second)
     if "cpu" in way:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(second, weights, options=options)
+    set_model_state_dict(second, values, options=options)
     set_optimizer_state_dict(second, other, states, options=options)
     on_device(place, *second.parameters())
-    for a, b in zip(step(place, second, other), step(place, first, optimizer), strict=True):
+    stepped(first, optimizer)
+    stepped(second, other)
+    for a, b in zip(weights(second), weights(first), strict=True):
         close(a, b)
-    assert get_model_state_dict(second).keys() == first.state_dict().keys()
-    assert get_optimizer_state_dict(second, other)["state"]
 
 
 @CHECKS()
 def own_state_dicts(place: Place) -> None:
+    """Through a file of torch's, too."""
     first, second = model(place, "fsdp"), model(place, "fsdp")
-    stepped(place, first)
-    second.load_state_dict(first.state_dict())
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        same(a, b)
-    folder = place.own_folder("torch.save")
-    torch.save(first.state_dict(), folder / str(place.rank))
-    third = model(place, "fsdp")
-    third.load_state_dict(torch.load(folder / str(place.rank), weights_only=False))
-    for a, b in zip(first.parameters(), third.parameters(), strict=True):
-        same(a, b)
+    stepped(first)
+    path = place.own_folder("torch.save") / str(place.rank)
+    torch.save(first.state_dict(), path)
+    for state in (first.state_dict(), torch.load(path, weights_only=False)):
+        second.load_state_dict(state)
+        for a, b in zip(weights(first), weights(second), strict=True):
+            same(a, b)
+        stepped(second)
 
 
 # -- ShardedTensors -------------------------------------------------------------------------------
 
 
-def spec(place: Place, kind: str | None = None) -> ChunkShardingSpec:
+def spec(place: Place, kind: str | None = None, dim: int = 0) -> ChunkShardingSpec:
     kind = kind or place.kind
     index = ":0" if kind == "cuda" else ""
-    return ChunkShardingSpec(0, [f"rank:{rank}/{kind}{index}" for rank in range(place.size)])
-
-
-def table(place: Place, x: torch.Tensor, kind: str | None = None) -> Any:
-    return sharded.from_full_tensor(x, spec(place, kind))
+    return ChunkShardingSpec(dim, [f"rank:{rank}/{kind}{index}" for rank in range(place.size)])
 
 
 @CHECKS()
-def shards_are_made_on_the_device(place: Place) -> None:
+def shards_are_made_and_moved(place: Place) -> None:
+    x = numbers(place, 7, 3)
+    here = sharded.from_full_tensor(x.cpu(), spec(place, "cpu"))
     for made in (
-        sharded.zeros(spec(place), 7, 3),
         sharded.rand(spec(place), 7, 3),
         ShardedTensor(spec(place), 7, 3),
-        sharded.shard_tensor(numbers(place, 7, 3), spec(place)),
-        table(place, numbers(place, 7, 3)),
+        sharded.shard_tensor(x, spec(place)),
+        here.to(place.device),
+        *([here.cuda()] if place.cuda else []),
     ):
         on_device(place, *(shard.tensor for shard in made.local_shards()))
         assert made.shape == (7, 3)
-        assert str(made)
-    same(table(place, numbers(place, 7, 3)).full_tensor(), numbers(place, 7, 3))
-
-
-@CHECKS()
-def shards_move_between_devices(place: Place) -> None:
-    x = numbers(place, 7, 3)
-    here = table(place, x.cpu(), "cpu")
     there = here.to(place.device)
-    on_device(place, *(shard.tensor for shard in there.local_shards()))
-    same(there.full_tensor(), x)
+    same((there * 2).full_tensor(), x * 2)
     back = there.cpu()
     assert all(shard.tensor.device.type == "cpu" for shard in back.local_shards())
     same(back.full_tensor(), x)
     if place.cuda:
-        moved = here.cuda()
-        on_device(place, *(shard.tensor for shard in moved.local_shards()))
-        assert moved.cuda().local_tensor() is moved.local_tensor()
-        first = moved.metadata().shards_metadata[0]
-        assert str(first.placement).startswith("rank:0/cuda")
-        same((moved * 2).full_tensor(), x * 2)
+        assert str(there.metadata().shards_metadata[0].placement).startswith("rank:0/cuda")
 
 
 @CHECKS()
 def operators_of_shards(place: Place) -> None:
     x = numbers(place, 7, 3) / 10
-    st = table(place, x)
-    same((st + 1).full_tensor(), x + 1)
-    same((st * st).full_tensor(), x * x)
-    activated: Any = torch.nn.functional.gelu(st)
-    close(activated.full_tensor(), torch.nn.functional.gelu(x))
+    st = sharded.from_full_tensor(x, spec(place))
+    same((st * st + 1).full_tensor(), x * x + 1)
+    activated: Any = nn.functional.gelu(st)
+    close(activated.full_tensor(), nn.functional.gelu(x))
     close(st.sum(), x.sum())
     close(st.softmax(1).full_tensor(), x.softmax(1))
-    same(torch.nn.functional.embedding(torch.tensor([0, 6], device=place.device), st), x[[0, 6]])
-    close(torch.nn.functional.linear(x, st), torch.nn.functional.linear(x, x), 1e-4)
-    same(st.clone().fill_(2).full_tensor(), torch.full((7, 3), 2.0))
-    same(copy.deepcopy(st).full_tensor(), x)
-    other = ChunkShardingSpec(1, spec(place).placements)
-    same(st.reshard(other).full_tensor(), x)
-
-
-@CHECKS()
-def shards_are_gathered(place: Place) -> None:
-    x = numbers(place, 7, 3)
-    st = table(place, x)
-    out = torch.zeros_like(x) if place.rank == 0 else None
-    st.gather(0, out)
-    if out is not None:
-        same(out, x)
-
-
-@CHECKS()
-def layers_of_shards(place: Place) -> None:
+    same(nn.functional.embedding(torch.tensor([0, 6], device=place.device), st), x[[0, 6]])
+    close(nn.functional.linear(x, st), nn.functional.linear(x, x), 1e-4)
+    same(copy.deepcopy(st).fill_(2).full_tensor(), torch.full((7, 3), 2.0))
+    same(st.reshard(spec(place, dim=1)).full_tensor(), x)
+    out = torch.zeros_like(x)
+    st.gather(0, out if place.rank == 0 else None)
+    same(out, x if place.rank == 0 else out)
     torch.manual_seed(0)
-    plain = nn.Linear(6, 4).to(place.device)
-    layer = copy.deepcopy(plain)
+    layer = nn.Linear(3, 4).to(place.device)
+    expected = layer(x)
     sharded.shard_parameter(layer, "weight", spec(place))
-    x = numbers(place, 5, 6) / 10
     y: Any = layer(x)
-    y = y.full_tensor() if hasattr(y, "full_tensor") else y
-    close(y, plain(x), 1e-4)
+    close(y.full_tensor() if hasattr(y, "full_tensor") else y, expected, 1e-4)
 
 
 @CHECKS()
 def shards_in_checkpoints(place: Place) -> None:
-    folder = place.own_folder("sharded") / "saved"
-    x = numbers(place, 7, 3)
-    checkpoint.save({"table": table(place, x)}, folder)
-    into = {"table": sharded.zeros(spec(place, "cpu"), 7, 3)}
-    checkpoint.load(folder, into=into)
-    same(into["table"].full_tensor(), x)
-    into = {"table": sharded.zeros(spec(place), 7, 3)}
-    checkpoint.load(folder, into=into)
-    on_device(place, *(shard.tensor for shard in into["table"].local_shards()))
-    same(into["table"].full_tensor(), x)
+    folder, x = place.own_folder("sharded") / "saved", numbers(place, 7, 3)
+    checkpoint.save({"table": sharded.from_full_tensor(x, spec(place))}, folder)
+    for kind in ("cpu", place.kind):
+        into = {"table": sharded.zeros(spec(place, kind), 7, 3)}
+        checkpoint.load(folder, into=into)
+        assert all(shard.tensor.device.type == kind for shard in into["table"].local_shards())
+        same(into["table"].full_tensor(), x)
     dist.barrier()

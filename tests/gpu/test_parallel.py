@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tests.gpu.small_models import LAYERS, Layer, inputs, make
 from tests.gpu.world import (
     ONE,
     ONE_DEFAULT,
@@ -29,28 +26,20 @@ from tests.gpu.world import (
     run_checks,
     same,
 )
-from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor
+from tests.parallel.programs import training
+from tilework.dtensor import DTensor
 from tilework.parallel import (
-    ColwiseParallel,
     CPUOffloadPolicy,
     DistributedDataParallel,
     MixedPrecisionPolicy,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    SyncBatchNorm,
-    ZeroRedundancyOptimizer,
     checkpoint_wrapper,
     clip_grad_norm_,
     comm_hooks,
     fully_shard,
-    loss_parallel,
-    parallelize_module,
 )
 
 require_device()
 CHECKS = Checks()
-WORDS, WIDTH, HEADS, ROWS, LENGTH = 32, 16, 4, 12, 8
 
 
 @in_worlds(ONE, ONE_DEFAULT, TWO)
@@ -58,450 +47,198 @@ def test_parallel(world: World, tmp_path: Path) -> None:
     run_checks(__name__, world, tmp_path)
 
 
-# -- a small transformer --------------------------------------------------------------------------
+# -- the training programs of the suite -----------------------------------------------------------
+
+#: Of tests/parallel/programs, which runs all of them on the CPU: ways, and the programs of each.
+PROGRAMS = {
+    "replicas": "gpt tied convolutions residual accumulated scheduled autocast penalised",
+    "replicas, states spread": "perceptron residual",
+    "shards of blocks": "gpt tied encoder lstm u-net contrastive accumulated autocast",
+    "shards that are kept": "tied accumulated averaged",
+    "nested shards": "gpt adapted",
+    "tensor parallelism": "gpt encoder perceptron accumulated",
+    "distributed": "gpt perceptron",
+}
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return found
+@CHECKS(*((way, kind) for way, kinds in PROGRAMS.items() for kind in kinds.split()))
+def programs(place: Place, pair: tuple[str, str]) -> None:
+    training.check(pair[1], pair[0], place.kind)
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
-        y: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
-        return y
+# -- what differs on a device ---------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        scores: Tensor = self.head(self.norm(x))
-        return scores
-
-
-def model(place: Place) -> Transformer:
-    with torch.random.fork_rng(devices=[0] if place.cuda else []):
-        torch.manual_seed(0)
-        return Transformer().to(place.device)
-
-
-def batch(place: Place, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator).to(place.device)
-
-
-def loss_of(model: Any, rows: Tensor) -> Any:
-    scores = model(rows[:, :-1])
-    return F.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten())
-
-
-def mine(place: Place, rows: Tensor) -> Tensor:
-    return rows.chunk(place.size)[place.rank]
-
-
-def adamw(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    # Some gradients are zero but for rounding: without eps, steps would be those of the rounding.
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, **settings)
-
-
-def trained(
-    place: Place,
-    model: Any,
-    share: Callable[[Place, Tensor], Tensor] = mine,
-    steps: int = 4,
-    **settings: Any,
-) -> list[float]:
-    """The losses of the whole batch in each step."""
-    optimizer, losses = adamw(model.parameters(), **settings), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, share(place, batch(place, step)))
-        loss.backward()
-        optimizer.step()
-        losses.append(mean(place, loss) if share is mine else float(loss))
-    return losses
-
-
-def mean(place: Place, loss: Tensor) -> float:
+def mean(loss: Tensor) -> float:
     value = loss.detach().clone()
     dist.all_reduce(value, dist.ReduceOp.AVG)
     return float(value)
 
 
-def whole(place: Place, rows: Tensor) -> Tensor:
-    return rows
+def trained(
+    place: Place, model: Any, scaler: Any = None, dtype: Any = None, **settings: Any
+) -> list[float]:
+    """The losses of the whole batch in each of four steps, of which each rank has some rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **settings)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        rows = inputs(place, "plain", step).chunk(place.size)[place.rank]
+        with torch.autocast(place.kind, dtype, enabled=dtype is not None):
+            loss = model(rows).float().square().mul(0.3).sin().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(mean(loss))
+    on_device(place, *model.parameters())
+    return losses
 
 
-def expected(place: Place, steps: int = 4, **settings: Any) -> tuple[list[float], Transformer]:
-    plain = model(place)
-    return trained(place, plain, whole, steps, **settings), plain
+def as_one(place: Place, found: list[float], tolerance: float = 1e-3) -> None:
+    """Fail unless losses are those of the plain model with the whole batch."""
+    model, losses = make(place, "plain"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(inputs(place, "plain", step)).square().mul(0.3).sin().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    pairs = list(zip(found, losses, strict=True))
+    assert all(abs(a - b) < tolerance for a, b in pairs), pairs
 
 
-def compare(found: Any, plain: nn.Module, tolerance: float = 1e-3) -> None:
-    others = dict(plain.named_parameters())
-    for name, parameter in found.named_parameters():
-        close(parameter, others[name.replace("module.", "")], tolerance)
-
-
-def sharded(place: Place, plain: Any = None, **options: Any) -> Any:
-    plain = model(place) if plain is None else plain
-    for block in plain.blocks:
-        fully_shard(block, mesh=place.mesh(), **options)
-    return fully_shard(plain, mesh=place.mesh(), **options)
-
-
-# -- DistributedDataParallel ----------------------------------------------------------------------
-
-
-@CHECKS("plain", "views", "small buckets", "static", "unused", "device_ids")
+@CHECKS("views", "small buckets", "static", "device_ids")
 def ddp(place: Place, way: str) -> None:
-    every: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "views": {"gradient_as_bucket_view": True},
         "small buckets": {"bucket_cap_mb": 0.002},
         "static": {"static_graph": True},
-        "unused": {"find_unused_parameters": True},
         "device_ids": {"device_ids": [0], "output_device": 0} if place.cuda else {},
     }
-    options = every.get(way, {})
-    losses, plain = expected(place)
-    found = DistributedDataParallel(model(place), **options)
-    for a, b in zip(trained(place, found), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
-    compare(found, plain)
-    on_device(place, *found.parameters(), *(p.grad for p in found.parameters()))
-
-
-@CHECKS()
-def ddp_with_bfloat16_gradients(place: Place) -> None:
-    plain = model(place).bfloat16()
-    losses = trained(place, copy.deepcopy(plain), whole)
-    found = trained(place, DistributedDataParallel(plain), mine)
-    assert all(abs(a - b) < 0.1 for a, b in zip(found, losses, strict=True)), (found, losses)
-
-
-@CHECKS()
-def ddp_without_sync(place: Place) -> None:
-    rows, plain = batch(place, 0), model(place)
-    loss_of(plain, rows).backward()
-    found = DistributedDataParallel(model(place))
-    parts = mine(place, rows).chunk(3)
-    for number, part in enumerate(parts):
-        with found.no_sync() if number < len(parts) - 1 else nullcontext():
-            (loss_of(found, part) / len(parts)).backward()
-    for a, b in zip(found.parameters(), plain.parameters(), strict=True):
-        close(a.grad, b.grad, 1e-4)
+    found = DistributedDataParallel(make(place, "plain"), **options[way])
+    as_one(place, trained(place, found))
+    on_device(place, *(p.grad for p in found.parameters()))
 
 
 @CHECKS("bf16", "fp16", "powersgd")
 def ddp_hooks(place: Place, hook: str) -> None:
-    found = DistributedDataParallel(model(place))
+    found = make(place, "ddp")
     if hook == "powersgd":
         state = comm_hooks.PowerSGDState(found.process_group, matrix_approximation_rank=2,
                                          start_powerSGD_iter=2)  # fmt: skip
         found.register_comm_hook(state, comm_hooks.powerSGD_hook)
     else:
         found.register_comm_hook(None, getattr(comm_hooks, f"{hook}_compress_hook"))
-    losses, _ = expected(place)
-    assert abs(trained(place, found)[-1] - losses[-1]) < 0.3
+    as_one(place, trained(place, found), 0.3)
 
 
-@CHECKS()
-def ddp_with_batch_norm(place: Place) -> None:
-    def make() -> Any:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(),
-                             nn.Linear(WIDTH, 3)).to(place.device)  # fmt: skip
-
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(place.device)
-    plain = make()
-    plain(x).square().mean().backward()
-    found: Any = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(make()))
-    found(mine(place, x)).square().mean().backward()
-    for a, b in zip(found.parameters(), plain.parameters(), strict=True):
-        close(a.grad, b.grad, 1e-4)
-    close(found.module[1].running_var, plain[1].running_var, 1e-4)
-    own = DistributedDataParallel(make())
-    for _ in range(2):
-        own(mine(place, x)).sum().backward()
-    own.report()
-
-
-@CHECKS()
-def zero_redundancy(place: Place) -> None:
-    losses, plain = expected(place)
-    found = DistributedDataParallel(model(place))
-    optimizer = ZeroRedundancyOptimizer(found.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(found, mine(place, batch(place, step)))
-        loss.backward()
-        optimizer.step()
-        assert abs(mean(place, loss) - losses[step]) < 1e-3
-    compare(found, plain)
-
-
-# -- fully_shard ----------------------------------------------------------------------------------
-
-
-@CHECKS("plain", "kept", "fused", "foreach")
+@CHECKS("no mesh", "on the cpu", "fused", "foreach")
 def fsdp(place: Place, way: str) -> None:
-    settings: dict[str, Any] = {"fused": {"fused": True}, "foreach": {"foreach": True}}.get(way, {})
-    losses, plain = expected(place, **settings)
-    found = sharded(place, reshard_after_forward=False if way == "kept" else None)
+    """The mesh is of the parameters' kind of device; parameters on the CPU go to the mesh's."""
+    model = make(place, "plain")
+    if way == "on the cpu":
+        found = fully_shard(model.cpu(), mesh=place.mesh())
+    else:
+        found = fully_shard(model) if way == "no mesh" else make(place, "fsdp")
     on_device(place, *found.parameters())
-    for a, b in zip(trained(place, found, **settings), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
-    compare(found, plain)
-    on_device(place, *(p.grad for p in found.parameters()))
-
-
-@CHECKS()
-def fsdp_without_a_mesh(place: Place) -> None:
-    """The mesh of all ranks is of the kind of device that the parameters are on."""
-    losses, _ = expected(place, 2)
-    found = fully_shard(model(place))
-    on_device(place, *found.parameters())
-    assert abs(trained(place, found, steps=2)[-1] - losses[-1]) < 1e-3
-
-
-@CHECKS()
-def fsdp_of_cpu_parameters(place: Place) -> None:
-    """Parameters on the CPU go to the mesh's device, as in torch."""
-    losses, _ = expected(place, 2)
-    found = sharded(place, model(place).cpu())
-    on_device(place, *found.parameters())
-    assert abs(trained(place, found, steps=2)[-1] - losses[-1]) < 1e-3
+    as_one(place, trained(place, found, **({way: True} if way in ("fused", "foreach") else {})))
 
 
 @CHECKS("bfloat16", "float16", "reduced in float32", "output")
 def fsdp_mixed_precision(place: Place, way: str) -> None:
-    dtype = torch.float16 if way == "float16" else torch.bfloat16
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype,
+        param_dtype=torch.float16 if way == "float16" else torch.bfloat16,
         reduce_dtype=torch.float32 if way == "reduced in float32" else None,
         output_dtype=torch.float32 if way == "output" else None,
     )
-    losses, _ = expected(place)
-    if way == "output":  # of the whole alone, as the model's own norm takes what blocks give
-        found = fully_shard(model(place), mesh=place.mesh(), mp_policy=policy)
-    else:
-        found = sharded(place, mp_policy=policy)
-    for a, b in zip(trained(place, found), losses, strict=True):
-        assert abs(a - b) < 0.1, (a, b)
+    found = fully_shard(make(place, "plain"), mesh=place.mesh(), mp_policy=policy)
+    as_one(place, trained(place, found), 0.1)
     assert all(p.dtype is torch.float32 for p in found.parameters())
-
-
-@CHECKS()
-def fsdp_accumulation_and_clipping(place: Place) -> None:
-    plain, found = model(place), sharded(place)
-    rows = batch(place, 0)
-    loss_of(plain, rows).backward()
-    expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    parts = mine(place, rows).chunk(3)
-    for number, part in enumerate(parts):
-        found.set_requires_gradient_sync(number == len(parts) - 1)
-        (loss_of(found, part) / len(parts)).backward()
-    norm: Any = nn.utils.clip_grad_norm_(found.parameters(), 0.1)
-    on_device(place, norm)
-    close(norm, expected_norm, 1e-4)
-    for a, b in zip(found.parameters(), plain.parameters(), strict=True):
-        close(a.grad, b.grad, 1e-4)
-    close(clip_grad_norm_(found.parameters(), 0.1), torch.tensor(0.1), 1e-3)
 
 
 @CHECKS()
 def fsdp_with_offload(place: Place) -> None:
     """Works, or is refused by name before anything has changed."""
-    if not lacking("CPUOffloadPolicy", lambda: sharded(place, offload_policy=CPUOffloadPolicy())):
-        trained(place, sharded(place, offload_policy=CPUOffloadPolicy()), steps=2)
+
+    def offloaded() -> Any:
+        return fully_shard(make(place, "plain"), offload_policy=CPUOffloadPolicy())
+
+    if not lacking("CPUOffloadPolicy", offloaded):
+        trained(place, offloaded())
 
 
 @CHECKS()
 def fsdp_of_a_meta_model(place: Place) -> None:
     with torch.device("meta"):
-        found: Any = Transformer()
-    sharded(place, found)
+        found: Any = nn.Sequential(*(Layer(0.0) for _ in range(LAYERS)))
+    for layer in found:
+        fully_shard(layer, mesh=place.mesh())
+    fully_shard(found, mesh=place.mesh())
     found.to_empty(device=place.device)
-    on_device(place, *found.parameters())
     torch.manual_seed(0)
     for module in found.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    losses = trained(place, found)
-    assert losses[-1] == losses[-1]
+    assert torch.tensor(trained(place, found)).isfinite().all()
+
+
+@CHECKS("fsdp", "ddp")
+def clipped(place: Place, way: str) -> None:
+    plain, found = make(place, "plain"), make(place, way)
+    x = inputs(place, way, 0)
+    plain(x).square().mean().backward()
+    found(x.chunk(place.size)[place.rank]).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm: Any = nn.utils.clip_grad_norm_(found.parameters(), 0.1)
+    on_device(place, norm)
+    close(norm, expected, 1e-4)
+    for a, b in zip(found.parameters(), plain.parameters(), strict=True):
+        close(a.grad, b.grad, 1e-4)
+    close(clip_grad_norm_(found.parameters(), 0.1), torch.tensor(0.1), 1e-3)
 
 
 @CHECKS("fsdp", "ddp")
 def activation_checkpointing(place: Place, way: str) -> None:
-    losses, _ = expected(place)
-    found: Any = model(place)
-    for number, block in enumerate(found.blocks):
-        found.blocks[number] = checkpoint_wrapper(block)
-    found = sharded(place, found) if way == "fsdp" else DistributedDataParallel(found)
-    for a, b in zip(trained(place, found), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
+    found: Any = make(place, "plain")
+    for number, layer in enumerate(found):
+        found[number] = checkpoint_wrapper(layer)
+    wrapped = fully_shard(found) if way == "fsdp" else DistributedDataParallel(found)
+    as_one(place, trained(place, wrapped))
 
 
 @CHECKS("fsdp", "ddp")
 def torchs_activation_checkpointing_with_dropout(place: Place, way: str) -> None:
-    """The masks of the second forward pass are those of the first: the loss goes down."""
+    """The masks of the second forward pass are those of the first."""
     from torch.utils.checkpoint import checkpoint
 
-    torch.manual_seed(0)
-    layer = Block(dropout=0.5).to(place.device)
-    wrapped: Any = fully_shard(layer) if way == "fsdp" else DistributedDataParallel(layer)
-    x = torch.randn(3, LENGTH, WIDTH, device=place.device, requires_grad=True)
+    found = make(place, way, dropout=0.5)
+    x = inputs(place, way, 0).requires_grad_()
     torch.manual_seed(7)
-    checkpoint(wrapped, x, use_reentrant=False).square().sum().backward()
-    first = x.grad
-    x.grad = None
+    checkpoint(found, x, use_reentrant=False).square().sum().backward()
+    first, x.grad = x.grad, None
     torch.manual_seed(7)
-    wrapped(x).square().sum().backward()
+    found(x).square().sum().backward()
     close(x.grad, first, 1e-4)
 
 
-@CHECKS("fsdp", "ddp", "plan")
+@CHECKS("fsdp", "ddp")
 def autocast_and_scaler(place: Place, way: str) -> None:
-    losses, _ = expected(place)
-    found: Any = model(place)
-    if way == "plan":
-        found = parallelize_module(found, place.mesh(), plan())
-    else:
-        found = sharded(place, found) if way == "fsdp" else DistributedDataParallel(found)
-    optimizer = adamw(found.parameters())
     scaler = torch.amp.GradScaler(place.kind, init_scale=1024.0)
-    share = whole if way == "plan" else mine
-    for step in range(4):
-        optimizer.zero_grad()
-        with torch.autocast(place.kind, torch.float16 if place.cuda else torch.bfloat16):
-            loss = loss_of(found, share(place, batch(place, step)))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(found.parameters(), 1e6)
-        scaler.step(optimizer)
-        scaler.update()
-        assert abs(mean(place, loss) - losses[step]) < 0.1
+    dtype = torch.float16 if place.cuda else torch.bfloat16
+    as_one(place, trained(place, make(place, way), scaler, dtype), 0.1)
     assert scaler.get_scale() == 1024.0
 
 
 @CHECKS("eager", "aot_eager", seconds=120.0)
 def compiled(place: Place, backend: str) -> None:
-    losses, _ = expected(place)
-    found = torch.compile(sharded(place), backend=backend)
-    for a, b in zip(trained(place, found), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
-
-
-# -- tensor parallelism ---------------------------------------------------------------------------
-
-
-def plan(sequence: bool = False) -> dict[str, Any]:
-    if not sequence:
-        return {
-            "embed": RowwiseParallel(input_layouts=Replicate()),
-            "blocks.*.attention.[qkv]": ColwiseParallel(),
-            "blocks.*.attention.out": RowwiseParallel(),
-            "blocks.*.up": ColwiseParallel(),
-            "blocks.*.down": RowwiseParallel(),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        }
-    between = Shard(1)
-    return {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "blocks.*.norm_?": SequenceParallel(),
-        "blocks.*.attention": PrepareModuleInput(
-            input_layouts=between, desired_input_layouts=Replicate()
-        ),
-        "blocks.*.attention.[qkv]": ColwiseParallel(),
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=between),
-        "blocks.*.up": ColwiseParallel(input_layouts=between),
-        "blocks.*.down": RowwiseParallel(output_layouts=between),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
-    }
-
-
-@CHECKS("features", "sequence")
-def tensor_parallel(place: Place, way: str) -> None:
-    losses, plain = expected(place)
-    found = parallelize_module(model(place), place.mesh(), plan(way == "sequence"))
-    for a, b in zip(trained(place, found, whole), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
-    compare(found, plain)
-
-
-@CHECKS()
-def tensor_parallel_loss(place: Place) -> None:
-    losses, _ = expected(place, 1)
-    styles = plan()
-    styles["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    found = parallelize_module(model(place), place.mesh(), styles)
-    with loss_parallel():
-        loss = loss_of(found, batch(place, 0))
-        loss.backward()
-    assert abs(float(loss) - losses[0]) < 1e-3
-
-
-@CHECKS()
-def two_axes(place: Place) -> None:
-    """fully_shard along one axis, tensor parallelism along the other."""
-    losses, plain = expected(place)
-    mesh = place.mesh(1, place.size, names=("dp", "tp"))
-    found: Any = parallelize_module(model(place), mesh["tp"], plan())
-    for block in found.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(found, mesh=mesh["dp"])
-    for a, b in zip(trained(place, found, whole), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
-    compare(found, plain)
-
-
-@CHECKS()
-def replicas_of_shards(place: Place) -> None:
-    losses, _ = expected(place)
-    mesh = place.mesh(place.size, 1, names=("replicas", "shards"))
-    found = fully_shard(model(place), mesh=mesh)
-    for a, b in zip(trained(place, found), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
-
-
-@CHECKS()
-def batches_as_dtensors(place: Place) -> None:
-    losses, _ = expected(place)
-    found = parallelize_module(model(place), place.mesh(), plan())
-
-    def share(place: Place, rows: Tensor) -> Tensor:
-        return distribute_tensor(rows, place.mesh(), [Replicate()])
-
-    for a, b in zip(trained(place, found, share), losses, strict=True):
-        assert abs(a - b) < 1e-3, (a, b)
+    as_one(place, trained(place, torch.compile(make(place, "fsdp"), backend=backend)))
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -547,19 +284,12 @@ def nothing_is_kept(place: Place, way: str) -> None:
     """The memory after 20 more steps is that before them."""
     if not place.cuda:
         return
-    found: Any = model(place)
-    if way in ("plan", "dtensor"):
-        found = parallelize_module(found, place.mesh(), plan())
-    else:
-        found = sharded(place, found) if way == "fsdp" else DistributedDataParallel(found)
-    optimizer = adamw(found.parameters())
+    found = make(place, way)
+    optimizer = torch.optim.AdamW(found.parameters(), lr=0.01)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        rows = batch(place, number)
-        if way == "dtensor":
-            rows = distribute_tensor(rows, place.mesh(), [Replicate()])
-        loss_of(found, rows).backward()
+        found(inputs(place, way, number)).square().mean().backward()
         optimizer.step()
 
     for number in range(5):
@@ -612,7 +342,7 @@ def a_module_on_another_device_is_refused(place: Place) -> None:
     found = DistributedDataParallel(nn.Linear(3, 3).cuda())
     with raising("device", RuntimeError, ValueError):
         found(torch.ones(2, 3))
-    assert isinstance(sharded(place).head.weight, DTensor)
+    assert all(isinstance(p, DTensor) for p in make(place, "fsdp").parameters())
 
 
 @CHECKS()

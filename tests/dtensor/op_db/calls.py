@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.dtensor.op_checks import Call, Compare, Layout, Layouts
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -125,6 +125,7 @@ def cases(
     meshes: Sequence[tuple[int, ...]] = ((2,), (2, 2)),
     seed: int = 0,
     only: Sequence[str] | None = None,
+    device: str = "cpu",
 ) -> Iterator[Case]:
     """Calls of one operator: what torch can do with plain tensors.
 
@@ -135,6 +136,7 @@ def cases(
         meshes: Each call is made on each.
         seed: For layouts.
         only: The forms.
+        device: The kind of device that tensors are on.
     """
     chosen = spread(samples_of(info, dtype, 8 * samples), samples)
     for form in forms(info):
@@ -143,7 +145,7 @@ def cases(
         # Forms differ in how they are called: a few samples of each will do.
         its = chosen if form.name == "function" else spread(chosen, max(1, samples // 2))
         for number, sample in enumerate(its, seed % 4):
-            call = _call(form, sample)
+            call = _call(form, sample, device)
             if call is None:
                 continue
             compare: Compare = "values" if _repeats(call) else "same"
@@ -179,14 +181,17 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
     return [values[i * len(values) // most] for i in range(most)]
 
 
-def _call(form: Form, sample: Any) -> Call | None:
+def _call(form: Form, sample: Any, device: str) -> Call | None:
     """The call, with as many gradients as torch has for it; None if torch cannot make it."""
     args = [sample.input, tuple(sample.args), dict(sample.kwargs)]
-    if not any(one.layout is torch.strided for one in _tensors(sample)):
+    if device != "cpu":
+        args = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, args)
+    tensors = [one for one in tree_flatten(args)[0] if isinstance(one, Tensor)]
+    if not any(one.layout is torch.strided for one in tensors):
         return None
     graded: list[bool | None] = [True, None, False] if form.grads else [False]
     for grads in graded:
-        first = next((t for t in _tensors(sample) if t.is_floating_point()), None)
+        first = next((t for t in tensors if t.is_floating_point()), None)
         if grads is None and first is not None:
             first.requires_grad_()
         with _quiet(), contextlib.suppress(Exception):

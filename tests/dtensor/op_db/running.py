@@ -83,7 +83,7 @@ def _run_some(cases: Sequence[Case]) -> list[Result]:
         for group in current_world().records:
             group.set_timeout(_TIMEOUT)
         for case in cases:
-            done[rank].append(_run(case, mesh))
+            done[rank].append(run_case(case, mesh))
             try:
                 meeting.wait(180)
             except threading.BrokenBarrierError:
@@ -109,7 +109,8 @@ def _run_some(cases: Sequence[Case]) -> list[Result]:
     return results
 
 
-def _run(case: Case, mesh: DeviceMesh) -> Result:
+def run_case(case: Case, mesh: DeviceMesh) -> Result:
+    """Run a case on this rank. Collective."""
     rtol, atol = _TOLERANCE.get(case.dtype, (None, None))
     try:
         seen = run_on(case.call, mesh, case.layouts, compare=case.compare, rtol=rtol, atol=atol)

@@ -45,6 +45,7 @@ class Program:
         steps: How many; the second is the first with the optimizer's state, and with what the
             ways learn in the first, such as the order of gradients.
         tolerance: How far values may be off, of the largest.
+        device: The kind of device that ranks train on.
     """
 
     make: Callable[[], Any]
@@ -61,6 +62,7 @@ class Program:
     leaves_out: tuple[str, ...] = ()
     steps: int = 2
     tolerance: float = 1e-7
+    device: str = "cpu"
 
 
 def trained(loss: Callable[[Any, Batch], Any]) -> Callable[[Run, Batch], Any]:
@@ -137,7 +139,7 @@ def contrasted(run: Run, batch: Batch) -> Any:
     (optimizer,) = run.optimizers
     optimizer.zero_grad()
     one, other, scale = run.models[0](batch["x"], batch["y"])
-    mine = torch.arange(len(one)) + run.side.first_row(len(one))
+    mine = torch.arange(len(one), device=one.device) + run.side.first_row(len(one))
     value: Any = F.cross_entropy(scale * one @ run.side.all_rows(other).t(), mine)
     value.backward()
     optimizer.step()
@@ -161,7 +163,7 @@ def adversaries(run: Run, batch: Batch) -> Any:
 def accumulated(run: Run, batch: Batch) -> Any:
     (optimizer,) = run.optimizers
     optimizer.zero_grad()
-    total: Any = torch.zeros((), dtype=torch.float64)
+    total: Any = torch.zeros((), dtype=torch.float64, device=batch["x"].device)
     for part in range(2):
         piece = {name: value.chunk(2)[part] for name, value in batch.items()}
         with run.side.without_sync(run.models[0]) if part == 0 else nullcontext():
@@ -195,7 +197,7 @@ def scheduled(run: Run, batch: Batch) -> Any:
 
 
 def cast_by_autocast(model: Any, batch: Batch) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(batch["x"].device.type, torch.bfloat16):
         out = model(batch["x"].float())
     return F.cross_entropy(out.float(), batch["y"])
 

@@ -44,7 +44,7 @@ def spread(program: Program) -> OnRanks:
 
 def shards(names: Callable[[Program], tuple[str, ...]], *shape: int, **options: Any) -> Any:
     def way(program: Program) -> OnRanks:
-        mesh = init_device_mesh("cpu", shape) if shape else None
+        mesh = init_device_mesh(program.device, shape) if shape else None
         group = dist.get_default_group()
         return OnRanks(
             lambda model: sharded(synchronised(model, group), names(program), mesh, **options),
@@ -67,13 +67,13 @@ def cut(model: Any, program: Program, mesh: Any) -> Any:
 
 
 def tensor_parallel(program: Program) -> OnRanks:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(program.device, (dist.get_world_size(),))
     return OnRanks(lambda model: cut(model, program, mesh))
 
 
 def both(shards: bool) -> Callable[[Program], OnRanks]:
     def way(program: Program) -> OnRanks:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(program.device, (2, 2), mesh_dim_names=("dp", "tp"))
 
         def wrap(model: Any) -> Any:
             cut(model, program, mesh["tp"])
@@ -87,7 +87,7 @@ def both(shards: bool) -> Callable[[Program], OnRanks]:
 
 
 def distributed(program: Program) -> OnRanks:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(program.device, (dist.get_world_size(),))
     known: dict[nn.Parameter, nn.Parameter] = {}
 
     def place(name: str, module: nn.Module, mesh: Any) -> None:
