@@ -109,7 +109,7 @@ def as_one(place: Place, found: list[float], tolerance: float = 1e-3) -> None:
         loss = model(inputs(place, "plain", step)).square().mul(0.3).sin().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     pairs = list(zip(found, losses, strict=True))
     assert all(abs(a - b) < tolerance for a, b in pairs), pairs
 
