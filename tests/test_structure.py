@@ -47,7 +47,6 @@ ABOUT_MORE = {
     "dtensor/op_db": "torch's database of operators: all rules at once",
     "dtensor/test_api.py": "distribute_tensor and distribute_module, as in torch's test_api.py",
     "dtensor/test_models.py": "whole models, of many operators",
-    "dtensor/test_random_programs.py": "any operators, one after the other",
     "dtensor/test_training.py": "what a training loop calls: optimizers, clipping, casts, hooks",
     "sharded/test_training.py": "sharding, training, resharding and saving together",
     "parallel/lives": "whole lives of models at random, in each way of wrapping",

@@ -1,7 +1,8 @@
 """Programs beyond the written limit: all ranks raise, or all have torch's values.
 
-A program makes a tensor ``v0``, maybe a view ``v1`` of it, and something computed; does what
-docs/concepts/limits.md refuses, or what torch leaves undefined; writes; and uses all of them.
+A program makes a tensor ``v0``, maybe a view ``v1`` of it, and something computed; gives it other
+data, or does what else docs/concepts/limits.md refuses in some layouts, or torch leaves undefined;
+writes to one of them; and uses all.
 """
 
 from __future__ import annotations
@@ -17,31 +18,52 @@ from typing import Any
 import torch
 
 from tests.fuzz.language import Run
-from tests.fuzz.programs import difference, gradients, state_of
+from tests.fuzz.programs import difference, gradients, in_date, state_of
 from tilework.comm.world import current_world
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 
 _MAKES = (
-    "v0 = leaf('v0', (4, 4), 1, {p})",
+    *("v0 = leaf('v0', (4, 4), 1, {p})", "v0 = data((4, 4), 1, {p})"),
     "v9 = leaf('v9', (4, 4), 1, {p})\nv0 = v9 * 2",
     "v9 = leaf('v9', (4, 4), 1, {p})\nv0 = v9.exp()",
     "v8 = leaf('v8', (4, 4), 1, {p})\nv9 = v8 * 2\nv0 = v9[1:]",
-    "v9 = data((4, 4), 1, {p})\nv0 = v9[:, 1:]",
+    *(f"v9 = data((4, 4), 1, {{p}})\nv0 = v9{view}" for view in ("[:, 1:]", ".t()", ".flatten()")),
+    "v9 = leaf('v9', (4, 4), 1, {p})\nv0 = v9.detach()",
 )
-_VIEWS = ("", "v1 = v0[0]", "v1 = v0.flatten()", "v1 = v0[:, 1:]", "v1 = v0.t()", "v1 = v0[1:, 0]")
+_VIEWS = (
+    *("", "v1 = v0[0]", "v1 = v0.flatten()", "v1 = v0[:, 1:]", "v1 = v0.t()", "v1 = v0[1:, 0]"),
+    *("v1 = v0.detach().t()", "v1 = v0.data[1:]", "v1 = v0.detach().reshape(-1)"),
+)
 _BETWEEN = ("", "v2 = v0 * v0", "v2 = v0.softmax(0)", "v0.requires_grad and v0.retain_grad()")
+#: Of other data: parts, turned and copied, of the tensor itself and of another one.
+_FORMS = (
+    *("{of}.data * 2", "{of}.data.clone()", "{of}.data.t()", "{of}.data[1:]", "{of}.data.flip(0)"),
+    *("{of}.data[0]", "{of}.data.reshape(-1)", "{of}.data.unsqueeze(0)", "{of}.data.chunk(2)[1]"),
+    *("{of}.detach()", "{of}.data.t()[1:]", "{of}.data[None].expand(2, *[-1] * {of}.dim())"),
+    *("{of}.data.flatten()[1:5].view(2, 2)", "moved({of}.data, {q})", "data((4, 6), 7, {q})"),
+)
 _BEYOND = (
-    *("v0.data = v0.data * 2", "v0.data = v0.data.t()", "v0.data = data((4, 4), 7, {q})"),
-    "v1.data = v1.data * 2",
+    *("{gives}",) * 6,
+    *("v0.data, v7.data = v7.data, v0.data", "v1.data = v1.data * 2", "v7.data = v0.data"),
     *("with torch.no_grad(): v0.t_()", "with torch.inference_mode(): v0.unsqueeze_(0)"),
     *("v0.t_()", "v1.squeeze_()", "v0.mul_(3)", "v0.data.mul_(3)", "v0[0] = 0.5"),
     *("with torch.inference_mode(): v0.mul_(3)", "with torch.no_grad(): v0.add_(1.0)"),
-    "v0.data = data((4, 6), 7, {q})",
     "with torch.no_grad(): torch.sum(v0, 0, out=v0)",
+    "descend(v0 * v0)\ntorch.optim.SGD([v0], 0.1, momentum=0.5).step()",
 )
-_AFTER = ("", "v0.mul_(3)", "with torch.no_grad(): v0.mul_(3)", "v1.mul_(2)", "v1.data.mul_(2)")
-_LAST = ("v3 = v0 * 3", "v3 = v1 * 2", "v3 = v1 * v1\nv4 = v0 * 2")
+_GIVES = (
+    *("v0.data = {form}", "v0.data = {form}", "with torch.no_grad(): v0.data = {form}"),
+)
+_AFTER = (
+    *("", "v0.mul_(3)", "with torch.no_grad(): v0.mul_(3)", "v1.mul_(2)", "v1.data.mul_(2)"),
+    *("v7.data[1].mul_(3)", "write_local(v7.detach(), 3.0)", "write_local(v0.detach(), 3.0)"),
+    *("v9.detach()[1:].mul_(3)", "v1.detach()[0].mul_(3)"),
+)
+_LAST = (
+    *("v3 = v0 * 3", "v3 = v1 * 2", "v3 = v1 * v1\nv4 = v0 * 2", "v3 = v7 * 2\nv4 = v0[:1] * 2"),
+    "v3 = copied(v0)",
+)
 
 
 @dataclass
@@ -67,8 +89,13 @@ def made(number: int, mesh: tuple[int, ...]) -> Beyond:
     rng = random.Random(number)
     while True:
         parts = [rng.choice(each) for each in (_MAKES, _VIEWS, _BETWEEN)]
-        parts += [rng.choice(_BEYOND) for _ in range(rng.randint(1, 2))]
+        form = rng.choice(_FORMS).replace("{of}", rng.choice(("v0", "v0", "v7")))
+        gives = rng.choice(_GIVES).replace("{form}", form)
+        beyond = [rng.choice(_BEYOND) for _ in range(rng.randint(1, 2))]
+        parts += [each.replace("{gives}", gives) for each in beyond]
         parts += [rng.choice(_AFTER), rng.choice(_LAST)]
+        if any("v7" in part for part in parts):
+            parts.insert(1, "v7 = data((4, 4), 7, {q})")
         words = {
             name: repr(" ".join(rng.choice(("R", "P", "S0", "S1")) for _ in mesh)) for name in "pq"
         }
@@ -123,12 +150,7 @@ def _run(program: Beyond) -> str:
                 run.execute(text)
                 continue
             state = state_of(run)
-            expected = {
-                name: value
-                for name, value in program.expected.items()
-                if name.partition(".")[0] not in run.stale
-            }
-            differing = difference(state, expected)
+            differing = difference(state, in_date(run, program.expected))
             if differing:
                 return f"wrong: {differing}"
             run.backward()

@@ -347,12 +347,7 @@ def _run(program: Program, mesh: DeviceMesh) -> Outcome:
         kind = "refused" if REFUSED.search(str(error)) else "raised"
         return Outcome(program, kind, f"{type(error).__name__}: {error} {_place(error)}", at)
     is_single = any(map(_SINGLE.search, program.statements))
-    expected = {
-        name: value
-        for name, value in program.expected.items()
-        if name.partition(".")[0] not in run.stale
-    }
-    differing = difference(state, expected, is_single)
+    differing = difference(state, in_date(run, program.expected), is_single)
     return Outcome(program, "wrong", differing) if differing else Outcome(program, "right")
 
 
@@ -369,6 +364,13 @@ def _check_locals(run: Run) -> None:
         if isinstance(tensor, DTensor):
             local, spec = tensor._local_tensor, tensor._spec
             assert local.shape == spec.local_shape, f"{name} has a part of shape {local.shape}"
+
+
+def in_date(run: Run, expected: dict[str, Any]) -> dict[str, Any]:
+    """What is expected of tensors that may still be used."""
+    return {
+        name: value for name, value in expected.items() if name.partition(".")[0] not in run.stale
+    }
 
 
 def difference(state: dict[str, Any], expected: dict[str, Any], is_single: bool = False) -> str:
@@ -407,17 +409,19 @@ def _place(error: Exception) -> str:
     return f"[{ours[-1].filename.rpartition('/')[2]}:{ours[-1].lineno}]" if ours else ""
 
 
-def compare(text: str, mesh: tuple[int, ...] = (2,)) -> None:
+def compare(text: str, mesh: tuple[int, ...] = (2,), refused: bool = False) -> None:
     """Run a program on plain tensors and on DTensors.
 
     Args:
         text: Its statements, one on each line.
         mesh: The shape of the mesh.
+        refused: True if all ranks may refuse it, as limits.md says, after what is right.
 
     Raises:
-        AssertionError: It goes wrong on DTensors, other than by a refusal that depends on layouts.
+        AssertionError: It goes wrong on DTensors.
     """
     program = Program([line for line in text.splitlines() if line.strip()], mesh)
     assert expect(program), "torch refuses it"
     outcome = next(iter(run_programs([program])))
-    assert outcome.kind in ("right", "refused"), f"{outcome.kind}: {outcome.why}"
+    right = ("right", "refused") if refused else ("right",)
+    assert outcome.kind in right, f"{outcome.kind}: {outcome.why}"

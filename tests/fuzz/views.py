@@ -1,8 +1,7 @@
 """Programs with views, of what is then written to in ways that torch counts and in others.
 
 A program makes a tensor ``v0``, a view ``v1`` of it and a view ``v2`` of one of the two; computes
-from them, hooks their gradients or asks for their nodes; writes, changes dims in place, cuts off
-the graph or gives data; and looks at all of them again.
+from them, hooks their gradients or asks for their nodes; writes; and looks at all of them again.
 """
 
 from __future__ import annotations
@@ -50,17 +49,7 @@ _CHANGES = (
     *("{t}.zero_()", "{t}.sin_()", "{t}.add_({y}.sum())", "torch._foreach_mul_([{t}], 2.0)"),
     *("{t}.detach()[1:1].mul_(2)", "{t}.data[1:1].mul_(2)"),
 )
-_LOCAL = ("write_local({x}.detach(), 3.0)", "with torch.no_grad(): write_local({x}, 3.0)")
-_CUTS = ("{x}.detach_()", "{x}.requires_grad_()", "{x}.requires_grad_(False)")
-_DATA = ("{x}.data = {x}.data * 2", "{x}.data = {x}.detach().clone()")
 _MODES = ("{}", "{}", "with torch.no_grad(): {}", "with torch.inference_mode(): {}")
-
-KINDS = {
-    "writes": (_CHANGES,),
-    "local": (_CHANGES, _LOCAL),
-    "cuts": (_CHANGES, _CUTS),
-    "data": (_CHANGES, _CUTS, _DATA),
-}
 
 
 def _layout(rng: random.Random, shape: tuple[int, ...], mesh: Sequence[int]) -> str:
@@ -86,14 +75,8 @@ def _looks(
     return [text for text in texts if text]
 
 
-def made(number: int, mesh: Sequence[int], kind: str = "") -> Program:
-    """The program of a number.
-
-    Args:
-        number: The number.
-        mesh: The shape of the mesh.
-        kind: What is done to the tensors, a key of :data:`KINDS`; empty: any.
-    """
+def made(number: int, mesh: Sequence[int]) -> Program:
+    """The program of a number."""
     rng = random.Random(number)
     while True:
         shape = rng.choice(_SHAPES)
@@ -104,12 +87,10 @@ def made(number: int, mesh: Sequence[int], kind: str = "") -> Program:
         names = [line.split()[0] for line in lines]
         numbers = count(20)
         lines += _looks(rng, _SEES, names, numbers, rng.randint(0, 3))
-        groups = KINDS[kind or rng.choice(list(KINDS))]
         for _ in range(rng.randint(1, 3)):
-            form = rng.choice(rng.choice(groups))
-            x, y = rng.choice(names), rng.choice(names)
-            text = form.format(t=rng.choice(_TARGETS).format(x=x), x=x, y=y)
-            lines.append(text if text.startswith("with") else rng.choice(_MODES).format(text))
+            target = rng.choice(_TARGETS).format(x=rng.choice(names))
+            text = rng.choice(_CHANGES).format(t=target, y=rng.choice(names))
+            lines.append(rng.choice(_MODES).format(text))
             if rng.random() < 0.5:
                 lines += _looks(rng, _SEES, names, numbers, 1)
         lines += _looks(rng, _ENDS, names, numbers, rng.randint(1, 3))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tilework.distributed as dist
-from tests.gpu.small_models import WAYS, WIDTH, inputs, make
+from tests.gpu.small_models import LAYERS, WAYS, WIDTH, inputs, make
 from tests.gpu.world import (
     LONGEST_SECONDS,
     ONE,
@@ -37,9 +37,10 @@ def losses(
     backend: str | None,
     dropout: float = 0.0,
     compiles: bool = False,
+    layers: int = LAYERS,
     **settings: Any,
 ) -> list[float]:
-    model = make(place, way, dropout)
+    model = make(place, way, dropout, layers)
     model = torch.compile(model) if compiles else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **settings)
 
@@ -76,12 +77,12 @@ def near(found: Sequence[float], expected: Sequence[float]) -> None:
 @CHECKS("dtensor", "fsdp", seconds=LONGEST_SECONDS)
 def captured_by_inductor(place: Place, way: str) -> None:
     """Which writes Triton kernels on a GPU: to rounding."""
-    near(losses(place, way, "inductor"), losses(place, way, None))
+    near(losses(place, way, "inductor", layers=1), losses(place, way, None, layers=1))
 
 
 @CHECKS("plan", "fsdp", seconds=LONGEST_SECONDS)
 def compiled(place: Place, way: str) -> None:
-    near(losses(place, way, None, compiles=True), losses(place, way, None))
+    near(losses(place, way, None, compiles=True, layers=1), losses(place, way, None, layers=1))
 
 
 @CHECKS("dtensor", "fsdp", "plan")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tests.dtensor.views.test_moved_views import BOX, Make, check
-from tests.fuzz.programs import compare
 
 MATRIX = BOX[0]
 
@@ -54,10 +53,3 @@ def test_views_without_their_base_and_copies_of_parameters() -> None:
         return [parameter, row, column, twin, data]
 
     check(program)
-
-
-def test_a_copy_shows_what_was_written_to_the_base_of_a_copied_view() -> None:
-    compare(
-        "v0 = leaf('v0', (3, 4), 1, 'S1')\nv1 = v0.detach()\nv1.data = v1.data.view(-1)\n"
-        "with torch.no_grad(): v0.mul_(3)\nv2 = copied(v1)"
-    )

@@ -224,6 +224,8 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = 
     "detached": (lambda x: x.detach().requires_grad_(), lambda x: x.detach().add_(1)),
     "in a list": (lambda x: x, lambda x: torch._foreach_add_([x], 1.0)),
     "as out": (lambda x: x, lambda x: torch.add(x.detach(), 1.0, out=x.detach())),
+    "by an index": (lambda x: x, lambda x: x.__setitem__((slice(None), 1), 5.0)),
+    "by a copied view": (lambda x: x, lambda x: x.reshape(-1)[3:].fill_(1)),
 }
 
 
