@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 import tilework.distributed as dist
 from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import (
-    boxes,
     check_all_raise,
     chunks,
     examples,
@@ -24,6 +22,7 @@ from tests.sharded.ranks_and_specs import (
     join,
     on,
     parts_of,
+    specs,
 )
 from tests.tables import each
 from tilework import sharded
@@ -48,21 +47,28 @@ def whole_of(n: int, make: Callable[[], ShardedTensor]) -> Tensor:
     return join([part for parts, _ in found for part in parts], found[0][1])
 
 
-SPECS = [
-    chunks(0, range(4)),
-    chunks(-1, [3, 1]),
-    chunks(0, [0, 0, 1, 1, 2]),
-    grid([5, 5], [12, 8], range(4)),
-    boxes(([0, 0], [10, 3], 2), ([0, 3], [4, 17], 0), ([4, 3], [6, 17], 2)),
-]
+@given(hs.data())
+@examples(40)
+def test_constants_in_any_layout(data: hs.DataObject) -> None:
+    """Each rank has the shards that the spec places there, and the metadata of all."""
+    size = tuple(data.draw(hs.lists(hs.integers(0, 9), min_size=1, max_size=3)))
+    spec = data.draw(specs(size, (0, 1, 2)))
+    name = data.draw(hs.sampled_from(["zeros", "ones", "full", "empty"]))
 
+    def program(rank: int) -> Any:
+        arguments = (size, 1234) if name == "full" else size
+        made = getattr(sharded, name)(spec, *arguments, dtype=torch.int32)
+        metadata = spec.build_metadata(size, TensorProperties(torch.int32))
+        assert made.metadata() == metadata
+        assert (made.shape, made.device) == (size, torch.device("cpu"))
+        mine = [part for part in metadata.shards_metadata if part.placement.rank() == rank]  # type: ignore[union-attr]
+        assert [shard.metadata for shard in made.local_shards()] == mine
+        assert [list(tile.shape) for tile in made.local_tiles()] == [s.shard_sizes for s in mine]
+        return parts_of(made)
 
-@each("spec", SPECS)
-def test_constants(spec: ShardingSpec) -> None:
-    assert torch.equal(whole_of(4, lambda: sharded.zeros(spec, 10, 20)), torch.zeros(10, 20))
-    assert torch.equal(whole_of(4, lambda: sharded.ones(spec, 10, 20)), torch.ones(10, 20))
-    found = whole_of(4, lambda: sharded.full(spec, (10, 20), 1234, dtype=torch.int32))
-    assert torch.equal(found, torch.full((10, 20), 1234, dtype=torch.int32))
+    found = join([part for parts in on(3, program) for part in parts], size)
+    values = {"zeros": 0, "ones": 1, "full": 1234}
+    assert name == "empty" or torch.equal(found, torch.full(size, values[name], dtype=torch.int32))
 
 
 @each("value", [3, 2.5, True, 1j])
@@ -132,36 +138,21 @@ def test_arange_with_fewer_arguments() -> None:
     assert torch.equal(whole_of(2, lambda: sharded.arange(spec, 5.0)), torch.arange(5.0))
 
 
-LIKE: list[tuple[Any, Any]] = [
-    (torch.zeros_like, torch.zeros),
-    (torch.ones_like, torch.ones),
-    (torch.rand_like, torch.rand),
-    (torch.randn_like, torch.randn),
-]
-
-
-@each(("like", "plain"), LIKE)
-def test_tensors_like_another(like: Any, plain: Any) -> None:
+@each("name", ["zeros", "ones", "rand", "randn", "full", "empty"])
+def test_tensors_like_another(name: str) -> None:
     def program(rank: int) -> None:
         tensor = sharded.rand(chunks(0, [0]), 8, 8, dtype=torch.double)
+        value = (8.8,) if name == "full" else ()
+        size: Any = ((8, 8),) if value else (8, 8)
         torch.manual_seed(1234)
-        expected = plain(8, 8, dtype=torch.double)
+        expected = getattr(torch, name)(*size, *value, dtype=torch.float32)
         torch.manual_seed(1234)
-        assert torch.equal(like(tensor, dtype=torch.double).local_tensor(), expected)
+        made = getattr(torch, f"{name}_like")(tensor, *value, dtype=torch.float32)
+        assert made.sharding_spec() == tensor.sharding_spec()
+        assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
+        assert name == "empty" or torch.equal(made.local_tensor(), expected)
 
     on(1, program)
-
-
-def test_constants_like_another() -> None:
-    def program(rank: int) -> None:
-        tensor = sharded.rand(chunks(0, range(4)), (8, 8), dtype=torch.double)
-        made: Any = torch.full_like(tensor, 8.8, dtype=torch.double)
-        assert torch.equal(made.local_tensor(), torch.full((2, 8), 8.8, dtype=torch.double))
-        empty: Any = torch.empty_like(tensor, dtype=torch.float32)
-        assert (empty.local_tensor().shape, empty.dtype) == ((2, 8), torch.float32)
-        assert empty.sharding_spec() == tensor.sharding_spec()
-
-    on(4, program)
 
 
 # -- sizes -------------------------------------------------------------------------------------
@@ -206,58 +197,6 @@ def test_negative_sizes_are_refused() -> None:
 
 
 # -- where the shards are ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dim", [0, -2])
-def test_every_rank_has_one_chunk(dim: int) -> None:
-    def program(rank: int) -> None:
-        made = sharded.empty(chunks(dim, range(4)), 10, 20)
-        (shard,) = made.local_shards()
-        assert shard.tensor.size() == (1 if rank == 3 else 3, 20)
-        assert shard.tensor.device == torch.device("cpu")
-        metadata = made.metadata().shards_metadata
-        assert len(metadata) == 4
-        for owner, part in enumerate(metadata):
-            assert part.shard_offsets == [owner * 3, 0]
-            assert part.shard_sizes == [1 if owner == 3 else 3, 20]
-            assert str(part.placement) == f"rank:{owner}/cpu"
-
-    on(4, program)
-
-
-def test_part_of_the_world() -> None:
-    def program(rank: int) -> None:
-        made = sharded.empty(chunks(0, [2, 3]), 10, 20)
-        assert [tile.shape for tile in made.local_tiles()] == ([(5, 20)] if rank >= 2 else [])
-        assert [s.placement.rank() for s in made.metadata().shards_metadata if s.placement] == [
-            2,
-            3,
-        ]
-        assert made.device == torch.device("cpu")
-
-    on(4, program)
-
-
-def test_several_shards_on_each_rank() -> None:
-    def program(rank: int) -> None:
-        made = sharded.empty(chunks(0, [0, 1, 2, 3, 0, 1, 2, 3]), 16, 20)
-        assert [s.metadata.shard_offsets for s in made.local_shards()] == [
-            [2 * rank, 0],
-            [2 * rank + 8, 0],
-        ]
-        assert [tile.shape for tile in made.local_tiles()] == [(2, 20)] * 2
-        assert len(made.metadata().shards_metadata) == 8
-
-    on(4, program)
-
-
-def test_fewer_rows_than_ranks() -> None:
-    def program(rank: int) -> None:
-        (shard,) = sharded.empty(chunks(0, range(4)), 2, 20).local_shards()
-        assert shard.tensor.shape == (1 if rank < 2 else 0, 20)
-        assert shard.metadata.shard_offsets == [rank, 0]
-
-    on(4, program)
 
 
 def test_a_group_of_some_ranks_which_the_others_make_too() -> None:
@@ -399,8 +338,3 @@ def test_fill_writes_each_new_shard() -> None:
 
     found = whole_of(2, lambda: ShardedTensor(chunks(0, [1, 0, 1]), 7, fill=number))
     assert torch.equal(found, torch.arange(7.0))
-
-
-def test_the_last_chunk_of_ceil() -> None:
-    expected = [math.ceil(10 / 4)] * 3 + [1]
-    assert on(4, lambda r: len(sharded.ones(chunks(0, range(4)), 10).local_tensor())) == expected

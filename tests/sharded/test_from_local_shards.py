@@ -19,7 +19,6 @@ from tests.sharded.ranks_and_specs import (
     examples,
     grid,
     numbered,
-    of_quarters,
     on,
     quarter,
     specs,
@@ -52,25 +51,17 @@ def shard(rank: int, offsets: Any, sizes: Any, **options: Any) -> Shard:
 
 def test_four_quarters() -> None:
     def program(rank: int) -> Any:
-        made = of_quarters(rank)
+        mine = quarter(rank)
+        made = init_from_local_shards([mine], 10, 10)
+        assert made.local_tensor() is mine.tensor
+        assert made.local_shards()[0].metadata == mine.metadata
         assert made.size() == (10, 10)
-        (mine,) = made.local_shards()
-        assert mine.tensor.shape == (5, 5)
-        assert mine.metadata == quarter(rank).metadata
         assert made.metadata().shards_metadata == [quarter(r).metadata for r in range(4)]
         assert made.sharding_spec() == grid([5, 5], [5, 5], range(4))
         return made.metadata()
 
     found = on(4, program)
     assert found == found[:1] * 4
-
-
-def test_the_shards_are_used_as_they_are() -> None:
-    def program(rank: int) -> None:
-        mine = quarter(rank)
-        assert init_from_local_shards([mine], 10, 10).local_tensor() is mine.tensor
-
-    on(4, program)
 
 
 def test_chunks_in_any_order_are_a_chunk_spec() -> None:
@@ -151,73 +142,42 @@ def test_what_was_cut_can_be_joined_again(data: hs.DataObject) -> None:
     assert found == found[:1] * 3
 
 
+DIFFERS = "property does not match from different ranks!"
+#: What the third rank brings, the size that it says, and the error.
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "sparse": (
-        lambda r: [Shard(torch.ones(5, 5).to_sparse(), quarter(r).metadata)],
-        [10, 10],
-        "Only torch.strided layout is currently supported",
-    ),
+        lambda r: [Shard(torch.ones(5, 5).to_sparse(), quarter(r).metadata)], [10, 10],
+        "Only torch.strided layout is currently supported"),
     "strides": (
-        lambda r: [Shard(torch.ones(5, 5).t(), quarter(r).metadata)],
-        [10, 10],
-        "Only torch.contiguous_format memory_format is currently supported",
-    ),
+        lambda r: [Shard(torch.ones(5, 5).t(), quarter(r).metadata)], [10, 10],
+        "Only torch.contiguous_format memory_format is currently supported"),
     "another rank's": (
-        lambda r: [quarter((r + 1) % 4)],
-        [10, 10],
-        "Local shard metadata's rank does not match with the rank in its process group",
-    ),
+        lambda r: [quarter((r + 1) % 4)], [10, 10],
+        "Local shard metadata's rank does not match with the rank in its process group"),
     "not in the group": (
-        lambda r: [shard(7, [0, 0], [5, 5])],
-        [10, 10],
-        "Global rank 7 does not exist in input process group",
-    ),
+        lambda r: [shard(7, [0, 0], [5, 5])], [10, 10],
+        "Global rank 7 does not exist in input process group"),
     "no placement": (
-        lambda r: [Shard(torch.ones(5, 5), ShardMetadata([0, 0], [5, 5]))],
-        [10, 10],
-        "remote device is None",
-    ),
+        lambda r: [Shard(torch.ones(5, 5), ShardMetadata([0, 0], [5, 5]))], [10, 10],
+        "remote device is None"),
     "own dtypes": (
-        lambda r: [quarter(r), quarter(r, dtype=torch.int32)],
-        [10, 10],
-        "Local shards' tensor dtype property need to be the same on rank:2!",
-    ),
+        lambda r: [quarter(r), quarter(r, dtype=torch.int32)], [10, 10],
+        "Local shards' tensor dtype property need to be the same on rank:2!"),
     "own requires_grad": (
-        lambda r: [quarter(r), quarter(r, requires_grad=True)],
-        [10, 10],
-        "Local shards' tensor requires_grad property need to be the same on rank:2!",
-    ),
-    "global_size": (
-        lambda r: [quarter(r)],
-        [10, 5],
-        "ShardedTensor global_size property does not match from different ranks!",
-    ),
-    "size of a rank without shards": (
-        lambda r: [],
-        [10, 5],
-        "ShardedTensor global_size property does not match from different ranks!",
-    ),
+        lambda r: [quarter(r), quarter(r, requires_grad=True)], [10, 10],
+        "Local shards' tensor requires_grad property need to be the same on rank:2!"),
+    "size": (lambda r: [quarter(r)], [10, 5], f"global_size {DIFFERS}"),
+    "size of a rank without shards": (lambda r: [], [10, 5], f"global_size {DIFFERS}"),
     "no size": (lambda r: [quarter(r)], ["ten"], "size must be a sequence of ints"),
-    "dtype": (
-        lambda r: [quarter(r, dtype=torch.int32)],
-        [10, 10],
-        "ShardedTensor dtype property does not match from different ranks!",
-    ),
-    "requires_grad": (
-        lambda r: [quarter(r, requires_grad=True)],
-        [10, 10],
-        "ShardedTensor requires_grad property does not match from different ranks!",
-    ),
-    "overlap": (
-        lambda r: [shard(r, [5, 0], [5, 6])],
-        [10, 10],
-        "overlap",
-    ),
+    "dtype": (lambda r: [quarter(r, dtype=torch.int32)], [10, 10], f"dtype {DIFFERS}"),
+    "gradients": (
+        lambda r: [quarter(r, requires_grad=True)], [10, 10], f"requires_grad {DIFFERS}"),
+    "overlap": (lambda r: [shard(r, [5, 0], [5, 6])], [10, 10], "overlap"),
     "gap": (lambda r: [shard(r, [5, 0], [4, 5])], [10, 10], "does not match tensor volume"),
     "missing": (lambda r: [], [10, 10], "does not match tensor volume"),
     "out of bounds": (lambda r: [shard(r, [5, 0], [9, 5])], [10, 10], "out of bounds"),
     "dims": (lambda r: [shard(r, [5], [5])], [10, 10], "dims"),
-}
+}  # fmt: skip
 
 
 @each("what", WRONG)
@@ -432,35 +392,21 @@ def test_a_spec_may_be_given_if_it_cuts_so(made_by: type[ShardedTensorBase]) -> 
 # -- without any group -------------------------------------------------------------------------
 
 
-def of_all_ranks(size: tuple[int, int] = (4, 2)) -> tuple[list[Shard], ShardedTensorMetadata]:
-    parts = chunks(0, [0, 1]).build_metadata(size, TensorProperties())
-    source = torch.randn(size)
-    return [Shard(source[s.box.slices], s) for s in parts.shards_metadata], parts
-
-
-def test_a_base_needs_no_group_and_may_have_all_shards() -> None:
-    shards, parts = of_all_ranks()
-    made = ShardedTensorBase.from_local_shards_and_global_metadata(shards, parts)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_base_needs_no_group_and_may_have_all_shards_of_any_strides(dim: int) -> None:
+    make = ShardedTensorBase.from_local_shards_and_global_metadata
+    source, spec = torch.randn(4, 2), chunks(dim, [0, 1])
+    parts = spec.build_metadata((4, 2), TensorProperties())
+    shards = [Shard(source[s.box.slices], s) for s in parts.shards_metadata]
+    made = make(shards, parts)
     assert made.local_shards() == shards
     assert made.metadata() is parts
-    assert made.sharding_spec() == chunks(0, [0, 1])
-    assert made.tiling.ranks == (0, 1)
+    assert (made.sharding_spec(), made.tiling.ranks) == (spec, (0, 1))
     assert (made.shape, made.dtype, made.dim()) == ((4, 2), torch.float32, 2)
-
-
-def test_a_base_takes_shards_of_any_strides() -> None:
-    source = torch.randn(4, 6)
-    parts = chunks(1, [0, 1]).build_metadata((4, 6), TensorProperties())
-    shards = [Shard(source[s.box.slices], s) for s in parts.shards_metadata]
-    made = ShardedTensorBase.from_local_shards_and_global_metadata(shards, parts)
-    assert [tile.is_contiguous() for tile in made.local_tiles()] == [False, False]
-
-
-def test_a_base_of_shards_that_are_not_listed() -> None:
-    shards, parts = of_all_ranks()
+    assert [tile.stride() for tile in made.local_tiles()] == [(2, 1)] * 2
     foreign = Shard(torch.ones(1, 2), ShardMetadata([3, 0], [1, 2], "rank:0/cpu"))
     with pytest.raises(ValueError, match=r"lists no shard at \[3:4, 0:2\]"):
-        ShardedTensorBase.from_local_shards_and_global_metadata([shards[0], foreign], parts)
+        make([shards[0], foreign], parts)
 
 
 @each("shards", [None, [torch.ones(4)], "shards"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -370,37 +369,6 @@ def saved(state: Any) -> Any:
     return torch.load(file)
 
 
-@pytest.mark.parametrize(("kind", "options"), STATEFUL, ids=ids(STATEFUL))
-def test_state_is_saved_and_loaded_at_another_layout(
-    kind: type[Optimizer], options: dict[str, Any]
-) -> None:
-    layouts = [*SPECS.values(), ROWS]
-
-    def program(rank: int) -> Any:
-        found = []
-        for one, two in itertools.pairwise(layouts):
-            weight = weight_of(one, rank)
-            optimizer = ShardedOptimizer({"w": weight}, kind, **options)
-            run(optimizer, weight, range(3))
-            state = saved(optimizer.state_dict())
-            weight.reshard(two)
-            # Other options and a step, of which nothing must be left.
-            again = ShardedOptimizer({"w": weight}, kind, **{**options, "lr": 7.0})
-            before = [tile.detach().clone() for tile in weight.local_tiles()]
-            run(again, weight, range(1))
-            with torch.no_grad():
-                for tile, value in zip(weight.local_tiles(), before, strict=True):
-                    tile.copy_(value)
-            again.load_state_dict(state)
-            run(again, weight, range(3, 6))
-            found.append(parts_of(weight))
-        return found
-
-    expected = plain_run(kind, options, 6)
-    for results in zip(*on(3, program), strict=True):
-        check_whole(results, expected)
-
-
 def test_what_state_is_saved() -> None:
     def program(rank: int) -> None:
         weight, bias = weight_of(chunks(0, [2, 0]), rank), nn.Parameter(torch.ones(2))
@@ -567,25 +535,6 @@ def test_what_does_not_fit_is_told_on_all_ranks(case: str) -> None:
 # -- resharding in the middle ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "options"), STATEFUL, ids=ids(STATEFUL))
-def test_training_goes_on_after_reshard(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    def program(rank: int) -> Any:
-        weight, other = weight_of(ROWS, rank), weight_of(ROWS, rank)
-        named = {"other": other, "w": weight}
-        optimizer = ShardedOptimizer(named, kind, **options)
-        for step, spec in enumerate(SPECS.values()):
-            give_gradients(other.local_tiles(), step)
-            run(optimizer, weight, range(step, step + 1))
-            optimizer.reshard_("w", spec)
-            assert weight.sharding_spec() == spec
-            assert weight.requires_grad
-        return parts_of(weight), parts_of(other)
-
-    results, expected = on(3, program), plain_run(kind, options, len(SPECS))
-    check_whole([weight for weight, _ in results], expected)
-    check_whole([other for _, other in results], expected)
-
-
 def test_gradients_are_resharded_too() -> None:
     def program(rank: int) -> Any:
         weight = weight_of(ROWS, rank)
@@ -599,24 +548,39 @@ def test_gradients_are_resharded_too() -> None:
     check_whole(on(3, program), plain_run(torch.optim.SGD, {"lr": 0.1}, 1))
 
 
-@examples(20)
-@given(data=hs.data())
-def test_any_layouts_one_after_the_other(data: hs.DataObject) -> None:
-    n = data.draw(hs.integers(1, 3))
+@examples(40)
+@given(data=hs.data(), made=hs.sampled_from(STATEFUL))
+def test_any_layouts_one_after_the_other(data: hs.DataObject, made: Any) -> None:
+    """With the optimizer, beside a parameter that stays; then with one that loads its state."""
+    (kind, options), n = made, data.draw(hs.integers(1, 3))
     layouts = [data.draw(specs(SIZE, tuple(range(n)))) for _ in range(3)]
 
     def program(rank: int) -> Any:
-        weight = weight_of(layouts[0], rank)
-        optimizer = ShardedOptimizer({"w": weight}, torch.optim.Adam, lr=0.1)
+        weight, other = weight_of(layouts[0], rank), weight_of(layouts[0], rank)
+        named = {"other": other, "w": weight}
+        optimizer = ShardedOptimizer(named, kind, **options)
         for step, spec in enumerate(layouts):
+            give_gradients(other.local_tiles(), step)
             run(optimizer, weight, range(step, step + 1))
             optimizer.reshard_("w", spec)
-        again = ShardedOptimizer({"w": weight}, torch.optim.Adam)
-        again.load_state_dict(optimizer.state_dict())
-        run(again, weight, range(3, 4))
-        return parts_of(weight)
+            assert weight.sharding_spec() == spec
+        state = saved(optimizer.state_dict())
+        optimizer.zero_grad()  # so that only one parameter steps from here
+        weight.reshard(layouts[1])
+        # Other options and a step, of which nothing must be left.
+        again = ShardedOptimizer(named, kind, **{**options, "lr": 7.0})
+        before = [tile.detach().clone() for tile in weight.local_tiles()]
+        run(again, weight, range(1))
+        with torch.no_grad():
+            for tile, value in zip(weight.local_tiles(), before, strict=True):
+                tile.copy_(value)
+        again.load_state_dict(state)
+        run(again, weight, range(3, 5))
+        return parts_of(weight), parts_of(other)
 
-    check_whole(on(n, program), plain_run(torch.optim.Adam, {"lr": 0.1}, 4))
+    results = on(n, program)
+    check_whole([weight for weight, _ in results], plain_run(kind, options, 5))
+    check_whole([other for _, other in results], plain_run(kind, options, 3))
 
 
 def test_a_reshard_that_fails_changes_nothing() -> None:
