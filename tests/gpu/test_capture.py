@@ -40,7 +40,7 @@ def losses(
     layers: int = LAYERS,
     **settings: Any,
 ) -> list[float]:
-    model = make(place, way, dropout, layers)
+    model: Any = make(place, way, dropout, layers)
     model = torch.compile(model) if compiles else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **settings)
 

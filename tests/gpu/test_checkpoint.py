@@ -215,7 +215,7 @@ def spec(place: Place, kind: str | None = None, dim: int = 0) -> ChunkShardingSp
 @CHECKS()
 def shards_are_made_and_moved(place: Place) -> None:
     x = numbers(place, 7, 3)
-    here = sharded.from_full_tensor(x.cpu(), spec(place, "cpu"))
+    here: Any = sharded.from_full_tensor(x.cpu(), spec(place, "cpu"))
     for made in (
         sharded.rand(spec(place), 7, 3),
         ShardedTensor(spec(place), 7, 3),
@@ -237,7 +237,7 @@ def shards_are_made_and_moved(place: Place) -> None:
 @CHECKS()
 def operators_of_shards(place: Place) -> None:
     x = numbers(place, 7, 3) / 10
-    st = sharded.from_full_tensor(x, spec(place))
+    st: Any = sharded.from_full_tensor(x, spec(place))
     same((st * st + 1).full_tensor(), x * x + 1)
     activated: Any = nn.functional.gelu(st)
     close(activated.full_tensor(), nn.functional.gelu(x))

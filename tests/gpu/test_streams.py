@@ -97,7 +97,7 @@ def results_are_there_at_once(place: Place, name: str) -> None:
     """On the current stream and beside it; asynchronous ones after wait()."""
     for stream in (nullcontext, side):
         for later in (False, True):
-            with stream(place):  # type: ignore[operator]
+            with stream(place):
                 work, out, expected = run(place, name, later)
                 if later:
                     work.wait()
