@@ -63,9 +63,10 @@ def test_a_rank_that_does_not_come_in_time(tmp_path: Path) -> None:
         dist.barrier()
         if rank == 1:
             load_data()
+        dist.get_default_group().set_timeout(timedelta(seconds=0.5))
         dist.broadcast(torch.ones(5, 7), src=0)
 
-    job = FailingJob(tmp_path, 2, story, timeout=timedelta(seconds=0.5))
+    job = FailingJob(tmp_path, 2, story)
     (found,) = job.findings(first_is("failed"))
     assert "rank 0 failed in broadcast float32 [5, 7] root 0" in found.text
     assert found.awaited == (1,)

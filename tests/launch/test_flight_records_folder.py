@@ -37,8 +37,9 @@ HANG = """
         while True:
             time.sleep(1)
 
-    dist.init_process_group(timeout=timedelta(seconds=1))
+    dist.init_process_group()
     dist.barrier()
+    dist.get_default_group().set_timeout(timedelta(seconds=1))
     if dist.get_rank() == 1:
         load()
     dist.barrier()

@@ -135,7 +135,7 @@ def test_a_rank_of_another_node_that_has_ended_is_noted(launch: Launch, port: in
         from tilework.rendezvous.handlers import launcher_store
         if os.environ["RANK"] == "0":
             store = launcher_store(os.environ["TILEWORK_STORE"], timedelta(seconds=120), None)
-            until = time.monotonic() + 5
+            until = time.monotonic() + 60
             while not EndedRanks(store).among([1]) and time.monotonic() < until:
                 time.sleep(0.02)
             print(EndedRanks(store).among([1]))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.launch.conftest import Launch, alive, children, wait_for_files, wait_until
 from tests.launch.terminal import on_terminal
+from tests.limits import PROMPTLY
 
 #: Writes who it is, then waits for a minute.
 WAIT = """
@@ -52,7 +53,7 @@ def test_a_signal_ends_everything_once_and_quietly(
     process.send_signal(number)
     done = launch.finish(process)
     assert (done.status, done.out, done.err) == (status, "", "")
-    assert done.seconds < 15
+    assert done.seconds < PROMPTLY
     assert not any(map(alive, ranks))
 
 
@@ -107,7 +108,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_in_time(launch: Launch) -> None:
     process.send_signal(signal.SIGINT)
     done = launch.finish(process)
     assert (done.status, done.err) == (130, "")
-    assert done.seconds < 15
+    assert done.seconds < PROMPTLY
     assert not any(map(alive, ranks))
 
 
@@ -127,7 +128,7 @@ def test_ctrl_c_twice_kills_at_once(launch: Launch) -> None:
     process.send_signal(signal.SIGINT)
     done = launch.finish(process)
     assert (done.status, done.err) == (130, "")
-    assert done.seconds < 15
+    assert done.seconds < PROMPTLY
 
 
 def test_ctrl_c_on_a_terminal(launch: Launch, start: str) -> None:

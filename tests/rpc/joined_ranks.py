@@ -18,7 +18,7 @@ from tilework.testing.ranks import Kind
 
 _Result = TypeVar("_Result")
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 60.0
 
 
 def this_agent() -> Agent:

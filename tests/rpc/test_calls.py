@@ -331,7 +331,7 @@ def test_a_call_that_takes_too_long_says_what_and_where(timeout: Any) -> None:
         calls: list[Callable[[], Any]] = [
             lambda: rpc.rpc_sync("w1", _pass, args=("slow",), timeout=timeout),
             lambda: rpc.rpc_async("w1", _pass, args=("slow",), timeout=timeout).wait(),
-            lambda: rpc.remote("w1", time.sleep, args=(0.5,)).to_here(timeout),
+            lambda: rpc.remote("w1", _pass, args=("slow",)).to_here(timeout),
         ]
         for call in calls:
             with pytest.raises(RpcTimeoutError, match="RPC ran for more than set timeout") as told:
@@ -344,20 +344,26 @@ def test_a_call_that_takes_too_long_says_what_and_where(timeout: Any) -> None:
 
 
 def test_the_timeout_names_the_users_line() -> None:
+    gate = _gates["line"] = Gate()
+
     def act() -> str:
         with pytest.raises(RpcTimeoutError) as told:
-            rpc.rpc_sync("w1", time.sleep, args=(0.3,), timeout=0.05)
+            rpc.rpc_sync("w1", _pass, args=("line",), timeout=0.05)
+        gate.open.set()
         return str(told.value)
 
     text = together(2, only(0, act))[0]
-    assert "sleep on worker 'w1'" in text
+    assert "_pass on worker 'w1'" in text
     assert "test_calls.py:" in text
 
 
 def test_the_default_timeout_is_the_options() -> None:
+    gate = _gates["default"] = Gate()
+
     def act() -> float:
         with pytest.raises(RpcTimeoutError, match=r"0\.2 s"):
-            rpc.rpc_sync("w1", time.sleep, args=(0.5,))
+            rpc.rpc_sync("w1", _pass, args=("default",))
+        gate.open.set()
         rpc.rpc_sync("w1", time.sleep, args=(0.3,), timeout=0)  # no limit
         return rpc.get_rpc_timeout()
 
@@ -377,11 +383,14 @@ def test_what_is_no_timeout(timeout: Any) -> None:
 
 
 def test_a_late_answer_disturbs_nobody() -> None:
+    gate = _gates["late"] = Gate()
+
     def act() -> Any:
         with pytest.raises(RpcTimeoutError):
-            rpc.rpc_sync("w1", time.sleep, args=(0.1,), timeout=0.02)
+            rpc.rpc_sync("w1", _pass, args=("late",), timeout=0.02)
         seen = [rpc.rpc_sync("w1", operator.add, args=(n, 1)) for n in range(20)]
-        time.sleep(0.15)
+        gate.open.set()
+        time.sleep(0.05)  # for the answer to come
         return seen + [rpc.rpc_sync("w1", operator.add, args=(n, 1)) for n in range(20)]
 
     assert together(2, only(0, act))[0] == list(range(1, 21)) * 2

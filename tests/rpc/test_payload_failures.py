@@ -23,7 +23,7 @@ from tilework.rpc.agent_protocol import current_agent
 
 
 def join_by_file(rank: int, n: int, folder: Path) -> None:
-    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/meeting", rpc_timeout=20)
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/meeting", rpc_timeout=120)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
 
 

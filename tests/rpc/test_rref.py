@@ -178,25 +178,28 @@ def test_an_asynchronous_method_without_a_future_is_told() -> None:
     def act() -> None:
         counter = rpc.remote("w1", Counter)
         with pytest.raises(TypeError, match=r"add_at_once is marked .* returned int"):
-            counter.rpc_sync(timeout=3).add_at_once(1)
+            counter.rpc_sync(timeout=60).add_at_once(1)
         with pytest.raises(TypeError, match=r"add_at_once is marked .* returned int"):
-            counter.remote(timeout=3).add_at_once(1).to_here()
+            counter.remote(timeout=60).add_at_once(1).to_here()
 
     together(2, only(0, act))
 
 
 def test_the_proxys_timeout_counts() -> None:
+    gate = _gates["proxy"] = Gate()
+
     def act() -> None:
         rref = rpc.remote("w1", _Sleeper)
         with pytest.raises(RpcTimeoutError, match=r"0\.05 s"):
-            rref.rpc_sync(timeout=0.05).sleep(0.3)
+            rref.rpc_sync(timeout=0.05).sleep()
+        gate.open.set()
 
     together(2, only(0, act))
 
 
 class _Sleeper:
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def sleep(self) -> None:
+        _gates["proxy"].wait()
 
 
 # -- references in messages ---------------------------------------------------------------------
@@ -399,6 +402,8 @@ def test_values_may_call_others_as_they_go() -> None:
 
 
 def test_failed_calls_hold_nothing() -> None:
+    gate = _gates["identity"] = Gate()
+
     def program(rank: int) -> None:
         mine = RRef(Value())
         if rank == 0:
@@ -409,6 +414,7 @@ def test_failed_calls_hold_nothing() -> None:
                 rpc.rpc_sync("w1", _with_a_lock, args=(mine,))
             with pytest.raises(RpcTimeoutError):
                 rpc.rpc_sync("w1", _slow_identity, args=(mine,), timeout=0.05)
+            gate.open.set()
         rpc.barrier()
         collected_everywhere(rank)
 
@@ -429,7 +435,7 @@ def _with_a_lock(rref: RRef[Any]) -> Any:
 
 
 def _slow_identity(rref: RRef[Any]) -> Any:
-    time.sleep(0.2)
+    _gates["identity"].wait()
     return rref
 
 

@@ -22,6 +22,14 @@ def test_a_request_alone_has_its_own_time_and_a_grace() -> None:
     assert answer_seconds(0.2) == 0.2 + GRACE_SECONDS
 
 
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands: no time passes between two lines."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+
+@pytest.mark.usefixtures("still")
 def test_all_requests_of_a_task_have_its_time_together() -> None:
     with answers_within(timedelta(seconds=1)):
         assert 1 < answer_seconds(1.0) < 3
@@ -43,6 +51,7 @@ def test_when_the_time_is_up_each_further_request_has_a_moment(
         assert 0 < answer_seconds(60) <= 1
 
 
+@pytest.mark.usefixtures("still")
 def test_the_shorter_time_counts() -> None:
     with answers_within(timedelta(seconds=1)), answers_within(timedelta(minutes=1)):
         assert answer_seconds(60) < 3

@@ -30,7 +30,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def test_a_line_names_the_keys(
     store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(LATE_VARIABLE, "0.2")
+    monkeypatch.setenv(LATE_VARIABLE, "0.05")
     with store:
         for wait in (
             lambda: store.get("absent", SHORT),
@@ -46,7 +46,7 @@ def test_a_line_names_the_keys(
 def test_what_comes_late_is_still_got(
     store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(LATE_VARIABLE, "0.1")
+    monkeypatch.setenv(LATE_VARIABLE, "0.05")
     with store:
         timer = threading.Timer(0.5, lambda: store.set("key", "value"))
         timer.start()

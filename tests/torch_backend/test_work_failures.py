@@ -116,7 +116,7 @@ def test_futures_fail_by_name(ranks: Launcher) -> None:
 
 def too_late(rank: Rank) -> list[tuple[tuple[int, ...], str]]:
     join(rank)
-    limit = timedelta(seconds=0.5)
+    limit = timedelta(seconds=2)  # in which all but one come on a busy machine, too
     made_with: Any = dist.new_group(timeout=limit)
     set_later: Any = dist.new_group()
     set_later.set_timeout(limit)
@@ -137,7 +137,7 @@ def test_who_is_late_is_named(ranks: Launcher) -> None:
         assert at_fault == (1,)
         assert "all_reduce" in text
         assert "test_work_failures.py" in text  # where it was called, not where torch did
-        assert " Timed out waiting 500ms" in text  # as programs look for
+        assert " Timed out waiting 2000ms" in text  # as programs look for
 
 
 def monitored(rank: Rank) -> list[str]:

@@ -26,7 +26,7 @@ def run(program: Callable[[int], object], ranks: int = 2) -> list[object]:
 
 def becomes(tensor: Tensor, value: float) -> bool:
     """True as soon as the tensor has the value, without any call of the group's."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while tensor[0].item() != value and time.monotonic() < until:
         time.sleep(0.001)
     return tensor[0].item() == value

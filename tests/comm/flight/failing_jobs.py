@@ -61,7 +61,7 @@ class FailingJob:
         doze()
 
     def _ask(self, ranks: ForkedRanks, enough: Callable[[list[Finding]], bool]) -> list[Finding]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         found: list[Finding] = []
         while time.monotonic() < deadline:
             for number, rank in enumerate(ranks):

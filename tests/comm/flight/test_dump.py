@@ -31,7 +31,7 @@ SOON = timedelta(seconds=0.3)
 def record_of(folder: Path, rank: int, wanted: Callable[[Record], bool] = bool) -> Record:
     """A rank's record, once it is there and as ``wanted``."""
     path = folder / f"rank-{rank}.json"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if path.exists() and wanted(record := decode(path.read_bytes())):
             return record
@@ -315,4 +315,4 @@ def test_a_forked_child_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch
     took = time.monotonic() - begun
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert took < 20
+    assert took < 40  # of 60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -48,16 +47,6 @@ def test_small_differences_and_few_operations_are_no_stragglers() -> None:
     assert stragglers({0: own_times(entries(0.1, 4)), 1: own_times(entries(0.9, 4))}) == []
     assert stragglers({0: own_times(entries(0.1))}) == []
     assert stragglers({}) == []
-
-
-def test_ranks_ask_each_other() -> None:
-    def program(rank: int) -> list[int]:
-        for _ in range(12):
-            time.sleep(0.05 if rank == 1 else 0.001)
-            dist.barrier()
-        return [straggler.rank for straggler in dist.find_stragglers()]
-
-    assert run_ranks(3, program) == [[1]] * 3
 
 
 def test_explain_tells_them() -> None:
@@ -162,3 +151,15 @@ def test_who_waits_in_another_axis_is_no_straggler(monkeypatch: pytest.MonkeyPat
     assert [result[0] for result in results] == [[3]] * 4
     assert [result[1] for result in results] == [[], [], [3], [3]]
     assert {rank: result[2] for rank, result in enumerate(results)} == named
+
+
+def test_ranks_ask_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> list[int]:
+        for _ in range(12):
+            clock.seconds += 0.05 if rank == 1 else 0.001
+            clock.barrier(dist.get_default_group())
+        return [straggler.rank for straggler in dist.find_stragglers()]
+
+    clock = RanksClock({})
+    monkeypatch.setattr(ring, "_now", clock)
+    assert run_ranks(3, program) == [[1]] * 3

@@ -20,7 +20,7 @@ def test_a_dropped_operation_lets_its_tensor_go_once_it_is_done() -> None:
         alive = weakref.ref(tensor.untyped_storage())
         dist.all_reduce(tensor, async_op=True)
         del tensor
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while alive() is not None and time.monotonic() < deadline:
             time.sleep(0.002)
         dist.barrier()
