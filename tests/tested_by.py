@@ -75,7 +75,7 @@ _ROWS = (
     ("rendezvous", "*", "test_environment test_registry"),
     ("rpc", "*", "test_calls test_bootstrap test_payload"),
     ("sharded", "ops/*", "ops"),
-    ("sharded", "*", "test_tensor test_serialization test_optim"),
+    ("sharded", "*", "test_tensor test_tensor_saved test_optim"),
     # All stores fulfil one contract; the server is tested beside it.
     ("store", "log", "test_file"),
     ("store", "*", "test_contract test_server"),
