@@ -11,7 +11,7 @@ from tests.fuzz.programs import MESHES, Outcome, Program, compare, expect, made,
 from tests.tables import each
 
 #: Programs of each mesh.
-COUNT = 40
+COUNT = 30
 
 
 def check(programs: Sequence[Program]) -> None:
