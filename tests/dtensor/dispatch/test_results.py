@@ -69,6 +69,7 @@ def test_a_result_without_elements_counts_no_writes_to_what_it_was_computed_of()
         "v0 = data((1, 6), 88, 'S0 R')\nv1 = v0.quantile(0.5, -1)\nv2 = v1[0]\n"
         "v1.mul_(2.0)\nv0[v0 > 0.3] = v2",
         mesh=(2, 2),
+        refused=True,
     )
 
 
