@@ -48,14 +48,7 @@ def compile_model(
 def _chosen(
     model: Any, compiled: Callable[..., Any], backend: str, fullgraph: bool
 ) -> Callable[..., Any]:
-    """A function that calls Dynamo's form, or a recorded form if it computes with DTensors.
-
-    Args:
-        model: The function or module.
-        compiled: Dynamo's form.
-        backend: What runs the records: "python" or "inductor".
-        fullgraph: Raise if the function cannot be recorded.
-    """
+    """A function that calls Dynamo's form, or a recorded form if it computes with DTensors."""
     module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     is_known, has_some = False, False
     recorded: Callable[..., Any] | None = None

@@ -176,11 +176,7 @@ def _needing_grad(places: StatePlaces, leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _refuse_graphs(places: StatePlaces) -> None:
-    """Refuse tensors with a graph that a function has kept in other places than the result.
-
-    Raises:
-        CaptureError: Later calls would put a tensor there that gives no gradients.
-    """
+    """Refuse kept tensors with a graph: later calls would put tensors without one there."""
     for place, tensor in set_by(places):
         if tensor.grad_fn is not None:
             raise CaptureError(
@@ -217,12 +213,7 @@ def _some_grad(out: Any) -> Tensor:
 def _record(
     call: _Joint, ranks: VotingRanks, known: Sequence[_Passes]
 ) -> tuple[_Passes | None, Any]:
-    """Run a call and record both passes. Collective as the function is.
-
-    Returns:
-        The programs and the result. The programs are None if the call made groups or optimizer
-        states, which later calls do not make.
-    """
+    """Run a call, and record both passes; no programs if it made groups. Collective if it is."""
     needed: list[Tensor] = []
     owner = _module_of(call.step)
     made: list[_Passes] = []
@@ -254,18 +245,7 @@ def _code_of(
 
 
 class _Passes:
-    """The forward and the backward program of one kind of call.
-
-    Args:
-        joint: The record of both passes.
-        ranks: The ranks that run the function.
-        count: The number of leaves of the arguments.
-        sources: For each tensor whose gradient is taken, a function from the leaves of a call's
-            arguments to the tensor.
-        result: The structure of the function's result (torch's TreeSpec); and for each leaf, True
-            if it requires a gradient.
-        same: Programs for calls of another size, whose code these run; None: other code.
-    """
+    """The forward and the backward program of one kind of call."""
 
     def __init__(
         self,
@@ -312,10 +292,7 @@ class _Passes:
             )
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        """Run the forward program with autograd, and return the result.
-
-        The caller has checked the inputs. ``NOT_CURRENT`` as for a record.
-        """
+        """Run the forward program with autograd; ``NOT_CURRENT`` if it is not for this call."""
         if self.backend == "inductor" and not self.forward.was_compiled:
             self.forward.compile(inputs)
         needed = [source(leaves) for source in self._needed]
@@ -329,10 +306,7 @@ class _Passes:
         return tree_unflatten(results, self._tree)
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]] | None:
-        """Run the forward program; return the results, and the values saved for backward.
-
-        The results are local tensors and numbers. None if the program is not for this call.
-        """
+        """The results and the values saved for backward; None: not for this call."""
         kept = self.forward.attempt(inputs)
         if kept is NOT_CURRENT:
             return None

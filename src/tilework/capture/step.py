@@ -203,14 +203,7 @@ class Program(Generic[P, T]):
             self._records[key] = [each for each in records if not which(each)]
 
     def _record(self, way: Way, key: Any, call: StepCall, held: StepRecord | None = None) -> Any:
-        """Record a call, or run it uncaptured. Collective if the step is.
-
-        Args:
-            way: The ranks' decision.
-            key: The key of the call.
-            call: The call.
-            held: This rank's record for the call; None: there is none. Another rank has none.
-        """
+        """Record a call, or run it uncaptured. Collective if the step is."""
         if way is Way.UNCAPTURED:
             if held is None and self._unused == MOST_UNUSED:
                 warnings.warn(
@@ -268,10 +261,7 @@ class Program(Generic[P, T]):
         record.release()
 
     def _take_numbers(self, key: Any) -> None:
-        """Make floats inputs by which a call differs from earlier calls.
-
-        Records of single values are dropped.
-        """
+        """Make inputs of the floats that differ from earlier calls; drop old records."""
         if self._has_fixed_floats:
             return
         found = set().union(*(_floats_that_differ(known, key) for known in self._records))

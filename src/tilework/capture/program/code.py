@@ -20,12 +20,7 @@ from tilework.comm import provenance_digest
 
 
 class _Purpose:
-    """Says in errors which collective of a captured step is running.
-
-    Args:
-        name: The step's name.
-        collectives: For each group, the texts of the collectives, in order.
-    """
+    """Says in errors which collective of a captured step is running."""
 
     def __init__(self, name: str, collectives: Sequence[Sequence[str]]) -> None:
         self.name, self.collectives = name, collectives

@@ -81,17 +81,7 @@ torch.ops.tilework_capture.call.default.__class__ = _Direct
 
 
 class _Call:
-    """An instruction that a compiled program calls unchanged, by the custom operator.
-
-    Args:
-        each: The instruction. Values that are not passed are objects of the program.
-        written: The values that the instruction writes to, in the order in which they are passed.
-        read: The values that the instruction only reads.
-        numbers: Numbers among the arguments, passed as tensors after the values in ``read``.
-        program: The compiled program, which keeps the size, and objects that are not tensors.
-        digest: Gives the digest of the collective in the current call; None for other
-            instructions.
-    """
+    """An instruction that a compiled program calls unchanged, by the custom operator."""
 
     def __init__(
         self,
@@ -317,11 +307,7 @@ def _compile(module: GraphModule, examples: Sequence[Any], tag: str) -> Callable
 
 
 def _pinned(graph: Graph, shared: Sequence[int]) -> set[int]:
-    """The ids of memory whose layout or address matters to a program.
-
-    Some tensor is known only by the memory, several inputs share it, or messages are in it, which
-    are pending while other instructions run. Of inputs the compiler knows the layout.
-    """
+    """The ids of memory whose layout or address matters: inputs, messages, memory known by id."""
     memories = [graph.inputs[i].value.memory for i in shared]
     inputs = {each.value.number for each in graph.inputs}
     for each in graph.instructions:
@@ -333,14 +319,7 @@ def _pinned(graph: Graph, shared: Sequence[int]) -> set[int]:
 
 
 class _Writer:
-    """Writes a program's instructions as an FX graph.
-
-    Args:
-        graph: The program.
-        options: The numbers for options of optimizers, which each call passes.
-        compiled: The compiled program that is made.
-        pinned: The ids of pinned memory.
-    """
+    """Writes a program's instructions as an FX graph."""
 
     def __init__(
         self, graph: Graph, options: Sequence[Number], compiled: Compiled, pinned: set[int]
@@ -530,10 +509,7 @@ class _Writer:
         return node
 
     def _with_numbers(self, each: Instruction) -> bool:
-        """Write an operator with numbers of the program as scalars, in a form that takes tensors.
-
-        False, and nothing is written, if the operator has no such form.
-        """
+        """Write an operator with Numbers as scalars; False if no form takes tensors."""
         packet = each.name.split(".")[1]
         in_place = packet.endswith("_")
         name = packet.rstrip("_") if in_place else packet

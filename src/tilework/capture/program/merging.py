@@ -74,14 +74,7 @@ def _fit(run: list[Instruction]) -> bool:
 def _runs(
     instructions: list[Instruction], allowed: Callable[[Instruction], bool]
 ) -> list[list[Instruction]]:
-    """The instructions in an order in which collectives stand together that may be merged.
-
-    Each item is an instruction, or the collectives that may be merged.
-
-    Args:
-        instructions: The instructions of a program.
-        allowed: Called with each collective in order: may it join the collective before?
-    """
+    """The instructions, in an order in which collectives that may be merged stand together."""
     found: list[list[Instruction]] = []
     held, run = HeldBack(), list[Instruction]()
 

@@ -77,12 +77,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Walk:
-    """Goes through a program in one order: notes tokens and constants, and makes a copy.
-
-    Args:
-        options: The options that calls pass to the program.
-        holes: By position of a constant, the number of the Hole for it in the copy.
-    """
+    """Goes through a program in one order: notes tokens and constants, and makes a copy."""
 
     def __init__(self, options: Sequence[Option], holes: dict[int, int] | None = None) -> None:
         self.tokens: list[Any] = [len(options)]

@@ -76,13 +76,7 @@ class _Flight(NamedTuple):
 
 
 class _WaitingLate:
-    """Puts a start in the place of each collective, and a wait before what needs it.
-
-    What needs a collective is held back until another collective needs it.
-
-    Args:
-        numbers: Numbers for new values.
-    """
+    """Starts each collective where it stands, and waits only before the result is needed."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.order: list[Instruction] = []

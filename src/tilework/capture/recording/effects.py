@@ -62,11 +62,7 @@ def changes(
 
 
 def _refuse_put(place: StatePlace, is_new: bool) -> None:
-    """Refuse a tensor in a place where a program cannot put another in each call.
-
-    Raises:
-        CaptureError: It is a new item of a list, or an item of a tuple.
-    """
+    """Refuse a tensor in a place that a program cannot fill: a new list item, a tuple item."""
     if is_new and isinstance(place.owner, list | deque):
         raise CaptureError(
             f"the step puts a tensor into the list {place.text}: a program would do so to one "
@@ -121,11 +117,7 @@ def _may_stay(place: StatePlace, value: Any, now: Any) -> bool:
 
 
 def _refuse_changed(place: StatePlace, value: Any, now: Any) -> NoReturn:
-    """Refuse a change in Python that a program would not do again.
-
-    Raises:
-        CaptureError: Always.
-    """
+    """Refuse a change in Python that a program would not repeat."""
     to = "another object" if now is identity_of else repr(now)
     if place.how == "length":
         raise CaptureError(
@@ -189,14 +181,7 @@ def way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[
 
 
 def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None:
-    """Refuse a step that has put something else in a place of the user's program.
-
-    An object or container that the step has made is no state of the step: a program writes the
-    tensors in it.
-
-    Raises:
-        CaptureError: The new object was at another place before, or it is a plain value.
-    """
+    """Refuse an old object or a plain value that the step has put in a place of state."""
     try:
         now = place.get()
     except LookupError:

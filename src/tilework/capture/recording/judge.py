@@ -155,14 +155,7 @@ def reduce_deferred(places: StatePlaces) -> None:
 
 
 class _Comparison:
-    """A run of a record on copies of a call's inputs, compared with the step's results.
-
-    Args:
-        record: The record.
-        inputs: The inputs after the step.
-        before: The inputs before the step, in other memory where the step wrote to them.
-        generators: Generators of random numbers, with their states before the call.
-    """
+    """A run of a record on copies of a call's inputs, compared with the step's results."""
 
     def __init__(
         self,
@@ -226,11 +219,7 @@ class _Comparison:
         return built + [inputs[i] for i in self.record.written]
 
     def _beyond_errors(self, near: Sequence[tuple[int, str, Tensor, Tensor]]) -> str | None:
-        """The name of the first value that differs by more than errors of rounding explain.
-
-        Each of ``near`` is a value's number and name, the value of the step, and the record's.
-        Collective: on all ranks that run the step, whether or not their own values differ.
-        """
+        """The name of the first value beyond errors of rounding. Collective."""
         # A sum may be exact by chance: so rounding of the inputs is followed, too.
         others = [self._in_double(), self._rounded()]
         for number, name, now, again in near:

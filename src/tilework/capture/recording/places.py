@@ -254,14 +254,7 @@ class StatePlaces:
         self.constants.append((place, place.get()))
 
     def _take_parts(self, found: Any, parts: _Parts, is_users: bool, counts: bool) -> None:
-        """Note what is at the places of ``found``.
-
-        Args:
-            found: The object.
-            parts: The places, with what is there.
-            is_users: True if the user's program refers to the object.
-            counts: True if the object belongs to the user's program, too.
-        """
+        """Note the parts of ``found``, to which the user's program may refer."""
         for place, value in reversed(list(parts)):
             self._owners[id(place.owner)] = found, counts
             is_state = self._is_state(place, found, is_users, counts)
@@ -334,11 +327,7 @@ class StatePlaces:
 
 
 def _refuse_iterator(value: Any, owner: Any, text: str) -> None:
-    """Refuse an iterator of a library to which the user's code refers: no code sees the state.
-
-    Raises:
-        CaptureError: ``value`` is an iterator.
-    """
+    """Refuse a library's iterator in the user's code: its state cannot be seen."""
     is_users = type(owner).__module__ in ("builtins", "collections") or is_users_class(type(owner))
     is_librarys = isinstance(value, Iterator) and not is_users_class(type(value))
     if is_librarys and is_users and not _is_of_package(owner):
@@ -573,10 +562,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 @lru_cache(1024)
 def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """The names in code that are globals, not attributes alone.
-
-    A loop may count its ``step`` where the step calls ``optimizer.step()``.
-    """
+    """The names of globals in code; ``step`` in ``optimizer.step()`` is not a global."""
     found = {
         each.argval
         for every in _codes_in(code)

@@ -134,13 +134,7 @@ def record_call(
 
 
 def _proven(record: StepRecord, call: StepCall, generators: Sequence[tuple[Any, Tensor]]) -> Any:
-    """Run the step without Numbers, and compare: C++ may decide by the NaN that a Number is there.
-
-    The recorded call was undone. Collective if the step is.
-
-    Raises:
-        WrongNumberError: The record gives something else, on this rank or another.
-    """
+    """Run the step without Numbers and compare: C++ may branch on a Number's NaN. Collective."""
     for generator, state in generators:
         generator.set_state(state)
     inputs = record.inputs_of(call.leaves)
@@ -156,12 +150,7 @@ def _proven(record: StepRecord, call: StepCall, generators: Sequence[tuple[Any, 
 def _copied(
     call: StepCall, how: Recording, book: NumberBook
 ) -> tuple[StepCall, Any, dict[int, Number], StatePlaces]:
-    """The call with copies of containers among the arguments: a refusal leaves the originals.
-
-    Returns:
-        The call, the structure of the arguments, by position the Numbers among them, and the places
-        that the call can reach.
-    """
+    """The call with copied containers, the arguments' structure, the Numbers, and the places."""
     numbers = {i: Number(call.leaves[i], None, (), book) for i in how.numbers}
     places = StatePlaces(call.step, call.leaves)
     # Where no argument is searched, the places are those of the step alone.
@@ -200,11 +189,7 @@ def _record_of(
     tree: Any,
     how: Recording,
 ) -> tuple[StepRecord, bool]:
-    """Make the record of a call that has ended. Collective over the groups of its collectives.
-
-    Returns:
-        The record; and True if it runs none of ``how.codes``, on all ranks.
-    """
+    """The record of a call that has ended; True if it runs no ``how.codes``. Collective."""
     graph, before = recorder.graph, recorder.places
     after = StatePlaces(call.step, call.leaves)
     graph.places = list(changes(before, after, recorder))
@@ -241,11 +226,7 @@ def _record_of(
 
 
 def _refuse_changed_containers(call: StepCall, structure: Any) -> None:
-    """Refuse a step that changes a list or dict among the arguments.
-
-    Raises:
-        CaptureError: The step has put something into a container, or taken something out.
-    """
+    """Refuse a step that changes a list or dict among the arguments."""
     leaves, now = flatten((call.args, call.kwargs))
     if now != structure or not all(map(operator.is_, leaves, call.leaves)):
         raise CaptureError(
@@ -257,11 +238,7 @@ def _refuse_changed_containers(call: StepCall, structure: Any) -> None:
 
 
 def _refuse_unknown(outputs: Sequence[Any], places: StatePlaces) -> None:
-    """Refuse results that the step has made, other than tensors and constants of Python.
-
-    Raises:
-        CaptureError: A later call would return the object of the recorded call.
-    """
+    """Refuse results that the step has made, other than tensors and constants."""
     for leaf in outputs:
         known = isinstance(leaf, Tensor | torch.dtype | torch.device | torch.Size | None)
         if not known and not places.holds(leaf):

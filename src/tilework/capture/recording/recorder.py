@@ -174,10 +174,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.book.find(leaf) if is_float(leaf) else leaf
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Note that a library reads a value from a tensor.
-
-        A float becomes a Number. Any other value must be the same in each call.
-        """
+        """Note a library's read of a tensor: a float becomes a Number, others must stay."""
         value = func(*args)
         if isinstance(value, float):
             return self.number_of(args[0])
@@ -254,11 +251,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._values[tensor] = self.value_of(shown)
 
     def _alias_of(self, tensor: Tensor) -> Value:
-        """A value for an unknown tensor, as a view of the memory of a known tensor.
-
-        Raises:
-            CaptureError: No known tensor has this memory.
-        """
+        """A value for an unknown tensor, as a view of a known tensor's memory."""
         begin, nbytes = tensor.data_ptr(), nbytes_spanned(tensor)
         if not nbytes:
             inputs = (tuple(tensor.shape),), {"dtype": tensor.dtype}
@@ -360,10 +353,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _forget_storage(self, tensor: Tensor, inputs: Any) -> None:
-        """Forget freed memory whose storage's address a new tensor has.
-
-        Nothing is forgotten if an argument of the operator has the memory: then it is in use.
-        """
+        """Forget freed memory at a new tensor's address, unless it is in use."""
         storage = tensor.untyped_storage()._cdata
         memory = self._memories.get(storage)
         if memory is None:
