@@ -169,10 +169,7 @@ def _short(value: Any) -> str:
 
 
 def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
-    """The reports of all ranks, in the order of group ranks. Collective.
-
-    ``report`` is this rank's report, and ``data`` is the pickle of it.
-    """
+    """The reports of all ranks, by group rank; ``data`` is this rank's, pickled. Collective."""
     digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 1
     row = torch.tensor([digest, len(data)], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)

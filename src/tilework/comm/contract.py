@@ -336,10 +336,7 @@ _Kind = TypeVar("_Kind", bound="_Slots")
 
 
 class _Slots:
-    """The attributes of a group that the core reads directly from the object's memory.
-
-    They are ``__slots__`` because a slot has a fixed offset.
-    """
+    """The attributes that the core reads from the object's memory: a slot has a fixed offset."""
 
     __slots__ = ("fast_path", "global_ranks", "group_ranks")
 

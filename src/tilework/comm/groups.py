@@ -146,10 +146,7 @@ def _plan_world(
     limit: timedelta,
     group_name: str,
 ) -> GroupPlan:
-    """Wait until all ranks have called init_process_group with equal arguments.
-
-    Returns the plan by which this rank makes the default group.
-    """
+    """The plan of the default group, once all ranks have asked for the same."""
     ranks, name = tuple(range(size)), group_name or DEFAULT_GROUP_NAME
     with answers_within(limit):
         generation = InitGeneration(store, rank)
@@ -501,10 +498,7 @@ def _check_ranks(
 
 
 def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
-    """The name of the next new group: the same on all ranks that make the group, without messages.
-
-    ``local``: only ``members`` make the group, so only groups of these members count.
-    """
+    """The next group's name, equal on all makers; ``local``: only ``members`` make it."""
     if not local:
         return f"group_{next(world.group_count)}"
     count = world.local_counts[members] = world.local_counts.get(members, 0) + 1
@@ -515,17 +509,7 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
 def _agree(
     wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None = None
 ) -> None:
-    """Wait for all ranks of ``wait``, and check that all of them ask for the same group.
-
-    ``asked`` describes the group that this rank asks for; ``check`` is called again and again
-    during the wait.
-
-    Raises:
-        CollectiveMismatchError: On every rank: ranks ask for different groups, or a rank waits
-            in another operation.
-        PeerLostError: A rank ended.
-        DistStoreError: Some rank did not come in time.
-    """
+    """Wait for all ranks, and check that they ask for the same group. Calls ``check`` meanwhile."""
     with answers_within(limit):
         try:
             _meet(wait, asked, limit, check)

@@ -181,11 +181,7 @@ def _make(
     ticket_store: TicketStore,
     limits: tuple[timedelta, timedelta],
 ) -> ProcessGroup | None:
-    """The new group; None if some rank could not make it. Collective; blocks.
-
-    Args:
-        limits: The timeout of making the group, and the timeout of the group's operations.
-    """
+    """The new group; None if some rank could not make it. Collective; blocks."""
     patience, timeout = limits
     size = len(admission.seats)
     registers: Registers = StoreRegisters(PrefixStore(f"registers/{admission.epoch}", ticket_store))

@@ -152,11 +152,7 @@ class _Telling:
         return Finding(kind, text, tuple(details), group.name, number, waiting, tuple(absent))
 
     def _messages(self, all_waits: Sequence[Wait]) -> Iterator[Finding]:
-        """A finding for each set of waiting messages that are alike.
-
-        Alike messages have the same group, ranks, direction and call site; shapes and tags may
-        differ.
-        """
+        """A finding for each set of messages of equal group, ranks, direction and site."""
         alike: dict[tuple[object, ...], list[Wait]] = {}
         for wait in all_waits:
             entry = wait.entry
@@ -228,11 +224,7 @@ class _Telling:
         return rank not in self._history.records and rank not in self._history.lost
 
     def _where(self, rank: int, group: Group | None) -> str:
-        """A line about ``rank``, which others wait for: the last collective, the waits and the
-        fault.
-
-        The last collective is that in ``group``; None: in any group.
-        """
+        """A line on the state of ``rank``, with the last collective in ``group`` or in any."""
         if self._is_lost(rank):
             return f"rank {rank} left no record; the others saw it die or leave"
         record = self._history.records.get(rank)
@@ -264,10 +256,7 @@ class _Telling:
         return f"was last in #{last.number} {_call(last)}, {_ending(last, record)}"
 
     def _other_tags(self, wait: Wait) -> list[str]:
-        """A line about a message of the peer that would match ``wait`` if the tag were equal.
-
-        Empty if there is none.
-        """
+        """A line if a message of the peer differs from ``wait`` only in the tag."""
         entry = wait.entry
         wanted = "recv" if is_send(entry) else "send"
         others = [
@@ -295,10 +284,7 @@ def _by_call(entries: Mapping[int, Entry]) -> list[str]:
 
 
 def _failures(entries: Mapping[int, Entry]) -> list[str]:
-    """A line with the words of the first failure in ``entries``; empty if none has failed.
-
-    Other failures are consequences of the first.
-    """
+    """A line on the first failure, whose consequences the others are; empty without any."""
     lines = [
         f'rank {rank} said "{_first_line(entry.outcome.removeprefix(FAILED))}"'
         for rank, entry in sorted(entries.items(), key=lambda item: _causality(item[1]))

@@ -66,10 +66,7 @@ def write_all() -> None:
 
 
 def _ranks() -> dict[int, list[World]]:
-    """The ranks in this process, each with its Worlds (torch's groups have a separate World).
-
-    Before there is a group, the rank that the environment announces for this process.
-    """
+    """The ranks of this process with their Worlds; before any group, the environment's rank."""
     worlds: dict[int, list[World]] = {}
     for world in sorted(live_worlds(), key=lambda world: world.default_group is None):
         rank = _rank_of(world)
@@ -127,11 +124,7 @@ def _written_before(path: str) -> bool:
 
 
 def _job() -> str:
-    """An id that is equal on all ranks of a launch, made from the job's secret; "" without a
-    secret.
-
-    It tells launches apart whose records are in one folder.
-    """
+    """An id of the launch, equal on all ranks, made from the job's secret; "" without a secret."""
     secret = os.environ.get("TILEWORK_SECRET", "")
     return hashlib.blake2b(secret.encode(), digest_size=8).hexdigest() if secret else ""
 

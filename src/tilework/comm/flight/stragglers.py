@@ -89,10 +89,7 @@ def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
 
 
 class _Waits:
-    """The times that a rank spent in messages, and in collectives of other groups.
-
-    Asynchronous operations are left out: other operations began while they ran.
-    """
+    """A rank's blocking time in messages, and in collectives of other groups."""
 
     def __init__(self, entries: Sequence[Entry], others: Sequence[Entry]) -> None:
         candidates = [*others, *(entry for entry in entries if not entry.number)]

@@ -102,10 +102,7 @@ def _is_free(number: int) -> bool:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Python's handler of a signal: wakes the thread that writes records.
-
-    It is needed where another library, such as asyncio, has set the wake-up descriptor.
-    """
+    """Wake the writing thread, where another library has set the wake-up descriptor."""
     with contextlib.suppress(OSError):
         os.write(_watch.writer, bytes([number]))
 

@@ -117,10 +117,7 @@ def _plain(value: Any, get: Callable[[AsyncTensor], Tensor]) -> Any:
 
 
 def _check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if ``func`` writes to an AsyncTensor that requires a gradient.
-
-    The graph would track the write to the wrapper, and not to the value.
-    """
+    """Refuse a write to an AsyncTensor that requires a gradient: the graph would miss it."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

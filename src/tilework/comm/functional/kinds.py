@@ -331,11 +331,7 @@ def pull_back(op: str, x: Tensor | None, total: Tensor, group: GroupOrName) -> T
 
 
 def _share(x: Tensor, op: str, group: GroupOrName) -> Tensor:
-    """The share of each element of this rank's ``x`` in the gradient of a minimum or maximum.
-
-    1 where only this rank has the extremum, 1/k where k ranks with this rank do, else 0.
-    Collective.
-    """
+    """Each element's share in the gradient of an extremum: 1/k for k equal ranks. Collective."""
     extremum = run(AllReduce, x, group, op)
     mine = ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype)
     return mine / run(AllReduce, mine, group, "sum")
@@ -369,10 +365,7 @@ def _rows_first(x: Tensor, dim: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
-    """An uninitialised tensor of the shape of ``x``, but with size ``rows`` in ``dim``.
-
-    In memory ``dim`` is the outermost dim.
-    """
+    """An empty tensor like ``x`` of ``rows`` in ``dim``, which is outermost in memory."""
     # Collectives know only rows, so results for other dims lie transposed in memory. They are made
     # without views, because autograd allows nobody to write to views that a function returns.
     shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]

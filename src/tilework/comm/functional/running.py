@@ -147,10 +147,7 @@ def begin(
 
 
 class _Call:
-    """A collective, with the arguments and the group of one call.
-
-    It holds the group itself and not the name, since backward may run in another World.
-    """
+    """The arguments and group of a collective; backward may run in another World."""
 
     __slots__ = ("args", "collective", "group", "kind", "wait", "work")
 
@@ -275,10 +272,7 @@ class _ByRanks(dict[tuple[int, ...], ProcessGroup]):
 
 
 def _group_of_ranks(ranks: Sequence[int]) -> ProcessGroup | NonMember:
-    """The group of the global ``ranks``; on a rank outside it a NonMember.
-
-    The first call for these ranks makes the group: collective over them.
-    """
+    """The group of global ``ranks``, or a NonMember. Collective at the first call."""
     world = current_world()
     numbers = tuple(int(rank) for rank in ranks)
     if numbers == world.default().global_ranks:
@@ -294,10 +288,7 @@ def _group_of_ranks(ranks: Sequence[int]) -> ProcessGroup | NonMember:
 
 
 def _from_mesh(group: Any) -> Any:
-    """The group that a mesh, a mesh and an axis, or a list of ranks stands for.
-
-    Another ``group`` is returned as it is.
-    """
+    """The group that a mesh, a mesh and an axis, or a list of ranks stands for."""
     if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
         mesh, axis = group
         return mesh.get_group(axis)

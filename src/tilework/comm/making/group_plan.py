@@ -92,12 +92,7 @@ class GroupPlan:
     def _make_on(
         self, config: BackendConfig, pg_options: Any, fall_back: bool, watch: Watch
     ) -> tuple[ProcessGroup, BackendConfig, str]:
-        """Make the group, and write this rank's identity into the group's registers.
-
-        Returns:
-            The group, the config that it was made on (another than ``config`` after falling back),
-            and the name of the backend for CPU tensors, or of the first backend if there is none.
-        """
+        """Make the group; return it, the config used, and the CPU backend's name."""
         try:
             group = self._make(config, pg_options, watch)
         except Exception as error:

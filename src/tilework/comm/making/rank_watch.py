@@ -150,11 +150,7 @@ class RankWatch:
     # -- what the store, the launcher and the environment tell --------------------------------
 
     def _missed(self) -> set[int]:
-        """Ranks that have ended, as known from the store's connections, the launcher, sibling
-        processes and multiprocessing.
-
-        Empty if the last call looked a moment ago.
-        """
+        """Ranks known to have ended; empty if the last look was a moment ago."""
         now = time.monotonic()
         if now < self._next_look:
             return set()
@@ -174,12 +170,7 @@ class RankWatch:
         return ended
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
-        """Ranks that ended without closing their connection to the store.
-
-        A lost connection without a known rank belongs to one of the ``silent`` ranks, which have
-        not identified themselves. If as many connections were lost as ranks are silent, all of
-        those ended.
-        """
+        """Ranks that left the store without a word; ``silent`` if all of those did."""
         arrivals = self._store.arrivals()
         if arrivals is None:
             return set()

@@ -77,11 +77,7 @@ def uncoalesced() -> Iterator[None]:
 
 
 class _CoalescingPath(FastPath):
-    """A group's fast path while a :func:`coalescing_manager` block is open on this rank.
-
-    A collective within the block is started, and the block waits for it at the end. Other
-    collectives of the group block, as without the block.
-    """
+    """The fast path within a coalescing block, which waits at the end of the block."""
 
     def __init__(self, path: FastPath) -> None:
         self.path = path
@@ -100,11 +96,7 @@ class _CoalescingPath(FastPath):
 
 
 def _open_block() -> list[Work] | None:
-    """The works of the block that takes this collective; None if the collective is not to wait.
-
-    A block takes the collectives that the program itself calls. When the library calls a
-    collective, the library uses the result at once.
-    """
+    """The works of the open block; None in the library, which uses results at once."""
     works = _works.get()
     if works is None:
         return None

@@ -537,11 +537,7 @@ def _call(  # noqa: PLR0913
     timeout: timedelta | None = None,
     reverse: bool = False,
 ) -> Work | None:
-    """Make the record of a call, and run it.
-
-    ``root`` is a global rank and a group rank, of which the caller gave one. With ``reverse``,
-    ranks are counted from the last.
-    """
+    """Record and run a call. ``root`` is a global and a group rank, of which one is given."""
     pg = member(group, name)
     if pg is None:
         return None

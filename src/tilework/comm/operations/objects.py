@@ -101,11 +101,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _dump(pg: ProcessGroup, count: int, make: Callable[[], Sequence[Any]]) -> _Pickles:
-    """The pickles of the ``count`` objects that ``make`` checks and returns. Local.
-
-    An error is not raised but returned, since other ranks are about to communicate. A report of it
-    then stands in place of each pickle, and raises where it is loaded.
-    """
+    """The pickles of the objects of ``make``; a pickled error raises when loaded. Local."""
     try:
         return [_as_tensor(_pickle(obj)) for obj in make()], None
     except Exception as error:
@@ -158,11 +154,7 @@ def load_plain(data: bytes) -> Any:
 
 
 def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup | None:
-    """The group that ``group`` means, if this rank is in it; None outside.
-
-    Raises if strangers may send data over the group, unless ``weights_only`` is true: unpickling
-    would run code of theirs. ``operation`` is the caller's name, for the error.
-    """
+    """The group, if this rank is in it; refuses unpickling what strangers may send."""
     pg = member(group, operation)
     if pg is None or weights_only or pg.authenticated:
         return pg
@@ -193,10 +185,7 @@ def _room(pg: ProcessGroup, size: int) -> Tensor:
 
 
 def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """``data`` and ``sizes``, each rank's number of bytes, as a gather needs them.
-
-    Both are padded to the largest size unless the backend takes uneven sizes.
-    """
+    """``data`` and ``sizes``, padded to the largest unless the backend takes uneven sizes."""
     if pg.uneven_sizes:
         return data.to(device_of(pg)), list(sizes)
     padded = _room(pg, max(sizes))
@@ -246,12 +235,7 @@ def all_gather_pickled(
 
 
 def _all_parts(pg: ProcessGroup, own: Tensor, sizes: Sequence[int]) -> Sequence[memoryview]:
-    """The bytes of all ranks, in the order of group ranks. Collective.
-
-    ``own`` are this rank's bytes; ``sizes`` are the numbers of bytes of all ranks. If the numbers
-    are similar, the data comes padded in a single tensor, because a tensor per rank costs more than
-    the padding.
-    """
+    """The bytes of all ranks, padded in one tensor if sizes are similar. Collective."""
     most = max(sizes)
     if pg.uneven_sizes and most * len(sizes) > 2 * sum(sizes):
         received = [_room(pg, size) for size in sizes]

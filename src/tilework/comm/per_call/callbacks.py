@@ -19,10 +19,7 @@ _WORD_SECONDS, _LIMIT_SECONDS = 3.0, 60.0
 
 
 class _Threads:
-    """Threads that run the callbacks of futures, one thread per running task.
-
-    An idle thread waits a while for another task, then ends.
-    """
+    """Threads that run the callbacks of futures, one per running task; idle threads end."""
 
     def __init__(self) -> None:
         #: None ends the thread that takes it.
@@ -48,10 +45,7 @@ class _Threads:
         self._tasks.put(task)
 
     def expect_callback(self) -> None:
-        """Add a future with callbacks to the count; :meth:`callback_ended` takes it off.
-
-        While the count is not zero, :meth:`are_due` is True.
-        """
+        """Count a future with callbacks; :meth:`are_due` while the count is above 0."""
         with self._lock:
             self._expected += 1
 
@@ -92,18 +86,7 @@ class _Threads:
             self._tasks.put(None)
 
     def finish(self, word: float = _WORD_SECONDS, limit: float = _LIMIT_SECONDS) -> bool:
-        """Wait until every task has ended, with the tasks that tasks submit. Blocks.
-
-        Call it before the interpreter ends: the interpreter unwinds threads that ask for its lock,
-        which within torch's futures ends the process with SIGABRT.
-
-        Args:
-            word: Seconds until a line on stderr reports the wait.
-            limit: Seconds until this gives up.
-
-        Returns:
-            False if a task has not ended within the limit.
-        """
+        """Wait for all tasks, before the interpreter unwinds their threads; False: too late."""
         with self._ended:
             if self._ended.wait_for(lambda: not self._open, word):
                 return True

@@ -29,10 +29,7 @@ _BETWEEN = os.path.join(_TESTING, "generators.py")
 
 
 class _Inside(dict[str, bool]):
-    """By file name: True for files of this package, of torch and of the interpreter.
-
-    Test suites in ``tilework.testing`` count as the user's files. Computed once per name.
-    """
+    """By file name: True for files of this package (but testing), torch and the interpreter."""
 
     def __missing__(self, name: str) -> bool:
         testing = name.startswith(_TESTING) and name != _BETWEEN

@@ -71,10 +71,7 @@ def _aligned(block: mmap.mmap) -> int:
 
 
 def _suitable_block(nbytes: int) -> mmap.mmap | None:
-    """A free block of a suitable size for ``nbytes``; None if there is none.
-
-    Gives all other free blocks back to the kernel.
-    """
+    """A free block of suitable size, or None; gives the other free blocks back."""
     suitable = None
     while (block := _oldest()) is not None:
         room = len(block) - _HUGE_PAGE

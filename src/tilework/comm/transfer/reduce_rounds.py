@@ -41,11 +41,7 @@ def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
 
 
 def _weight(dtype: torch.dtype) -> int:
-    """The number of elements held for each arriving element, until it is reduced.
-
-    The buffer holds an element, the region another, and the result at most one. Conversion to
-    float32 holds two more elements of the size of 16-bit floats.
-    """
+    """Elements held per arriving element until it is reduced: 3, and 2 more to convert."""
     if dtype in (torch.float16, torch.bfloat16):
         return 6
     return 3 if dtype.is_floating_point or dtype.is_complex else 4

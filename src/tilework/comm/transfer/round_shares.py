@@ -72,10 +72,7 @@ def shares(pieces: Sequence[Piece], rounds: int) -> list[list[PieceRange]]:
 
 
 def _unit(sizes: Sequence[int], limit: int) -> int:
-    """The size of the largest part of a box (row, plane, …) that has at most ``limit`` elements.
-
-    A stream is split only between parts of this size.
-    """
+    """The largest part of a box (row, plane, …) of at most ``limit`` elements."""
     unit = 1
     for size in reversed(sizes):
         if unit * size > limit:

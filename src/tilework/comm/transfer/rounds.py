@@ -86,10 +86,7 @@ def _all_to_all(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]
 
 
 def _all_gather(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Send the tensor in ``outgoing`` to all ranks, and receive ``incoming[r]`` from rank r.
-
-    Collective.
-    """
+    """Send ``outgoing`` to all ranks; receive ``incoming[r]`` from rank r. Collective."""
     (mine,) = outgoing
     incoming[pg.rank()] = mine
     collectives.all_gather(incoming, mine, pg)

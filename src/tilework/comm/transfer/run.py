@@ -138,10 +138,7 @@ def _run(local: LocalTransfer, buffer_bytes: int) -> None:
 
 
 def _fill(local: LocalTransfer) -> None:
-    """Write the identity element of the reduction to the target's tiles that no piece arrives for.
-
-    Only a partial target has tiles like these.
-    """
+    """Write the reduction's identity to tiles of a partial target that no piece arrives for."""
     for tile in local.plan.fills:
         local.target.tensors[tile].view(local.dtype).fill_(local.identity)
 
@@ -152,10 +149,7 @@ def _identity(plan: Plan, dtype: torch.dtype) -> bool | int | float:
 
 
 def _has_room(local: LocalTransfer, buffer_bytes: int) -> bool:
-    """True if a single collective needs no more than ``buffer_bytes`` for copies of elements.
-
-    Always true for plans that reduce, and for backends that copy nothing.
-    """
+    """True if a single collective copies at most ``buffer_bytes``, or the plan reduces."""
     if local.plan.reduces or not local.pg.holds_copies:
         return True
     size = local.dtype.itemsize

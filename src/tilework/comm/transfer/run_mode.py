@@ -76,10 +76,7 @@ def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn
 def _exchange(
     pg: ProcessGroup, row: list[int], words: Callable[[], str], device: torch.device
 ) -> list[list[int]]:
-    """The ``row`` of each rank; raises on every rank if plans differ or a rank refuses. Collective.
-
-    ``words`` describes this rank's plan for the error, or raises if this rank refuses.
-    """
+    """The ``row`` of each rank; raises if plans differ or a rank refuses. Collective."""
     own = torch.tensor(row, dtype=torch.int64, device=device)
     gathered = torch.empty(pg.size() * len(row), dtype=torch.int64, device=device)
     collectives.all_gather_into_tensor(gathered, own, pg)

@@ -159,10 +159,7 @@ def _reduce_scatter(local: LocalTransfer) -> CollectiveCall | None:
 
 
 def _in_order_of_ranks(local: LocalTransfer) -> bool:
-    """True if each group rank r sends exactly term r of this rank's only target tile.
-
-    Also true if this rank has no target tile, or an empty tile.
-    """
+    """True if group rank r sends exactly term r of this rank's only target tile."""
     (tile, *_) = [*local.target.tensors, None]
     if tile is None or local.plan.target.tiles[tile].box.empty:
         return True

@@ -226,10 +226,7 @@ class GroupWait:
             )
 
     def _check_aborted(self) -> None:
-        """Raise if the default group was aborted, since awaited ranks may never come.
-
-        They may have gone on to a group of the ranks that are left, after a rank was lost.
-        """
+        """Raise if the default group was aborted: awaited ranks may never come."""
         error = self.groups[0].why_aborted() if self.groups else None
         if error is not None:
             raise self._told(error)
@@ -272,11 +269,7 @@ class GroupWait:
         raise error
 
     def _told(self, error: DistBackendError) -> DistError:
-        """Tell all ranks that this rank cannot make the group. Returns the error that all ranks
-        raise: ``error``, or the error that another rank told before.
-
-        The rank that told first may have ended since, and must not count as the lost rank.
-        """
+        """Tell all ranks of a failure; returns the first error told, which all raise."""
         first = self.fail(error)
         return error if first is None or type(first) is DistStoreError else first
 
