@@ -135,10 +135,7 @@ def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
 def _agree_facts(
     facts: Callable[[], Facts], operation: str, group: AnyGroup
 ) -> tuple[list[int], Sequence[Facts]]:
-    """Exchange ``facts()`` in the group; return the ranks of the group, and each rank's facts.
-
-    Collective; blocks. All ranks raise if facts differ, except those on each rank's own shards.
-    """
+    """The group's ranks and each rank's facts, after comparing them. Collective; blocks."""
     resolved = resolve(group)
     if isinstance(resolved, NonMember):
         raise ValueError(

@@ -106,10 +106,7 @@ def _new_tiles(tensor: ShardedTensorBase, target: Tiling, through_autograd: bool
 
 
 class _MoveTiles(torch.autograd.Function):
-    """Forward moves tiles to another tiling; backward moves the gradients back.
-
-    A rank without tiles passes a stand-in, an empty tile, both ways.
-    """
+    """Forward moves tiles to another tiling, backward their gradients back."""
 
     @staticmethod
     def forward(
@@ -297,10 +294,7 @@ def full_tensor(tensor: ShardedTensorBase) -> Tensor:
 
 
 class _GatherTiles(torch.autograd.Function):
-    """Forward makes the full tensor of all tiles, on every rank of the group.
-
-    Backward gives each tile a slice of the full gradient, which is the same on all ranks.
-    """
+    """Forward gathers the full tensor on every rank; backward slices the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensorBase, *tiles: Tensor) -> Tensor:

@@ -418,10 +418,7 @@ def _as_loaded(
     local: Sequence[tuple[Tensor, ShardMetadata]],
     device: torch.device,
 ) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
-    """The saved metadata, spec and shards, on the device given by torch.load's ``map_location``.
-
-    The device comes from a saved empty tensor, because ranks without shards need it, too.
-    """
+    """The saved metadata, spec and shards, on the device of torch.load's ``map_location``."""
     own = [shard.placement for _, shard in local if shard.placement is not None]
     places = [shard.placement for shard in metadata.shards_metadata if shard.placement is not None]
     if local:
@@ -453,11 +450,7 @@ def _check_there_is_a_group() -> None:
 
 
 def _group_to_load_onto(saved: _RankInfo) -> ProcessGroup | NonMember:
-    """The group of a tensor that is being loaded.
-
-    Raises:
-        RuntimeError: There is no default group, or ranks or sizes differ from those at saving.
-    """
+    """The default group, if rank and size are those at saving; raises otherwise."""
     _check_there_is_a_group()
     group = _current_process_group()
     names = ("Local rank", "Global rank", "Local world size", "Global world size")

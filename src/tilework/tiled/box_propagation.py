@@ -179,10 +179,7 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
 
 
 def _covers(local: LocalOp) -> bool:
-    """True if the results of all tiles together cover the results of the operator.
-
-    Rows of one input and columns of another give only the diagonal blocks of a product.
-    """
+    """True if all tiles' results cover the operator's, not only blocks on a diagonal."""
     return all(
         sum([box.volume for box in local.boxes(number)]) == math.prod(shape_of(dims))
         for number, dims in enumerate(local.map.outputs)
@@ -217,11 +214,7 @@ def _restrict(
 
 
 def _squeezed_into(mapped: FactorMap, tiling: Tiling) -> Dim:
-    """The factor that stands for a dim of size 1 without factors, which a rearrangement drops.
-
-    A tile that is empty along this dim must have an empty result: it gets nothing of this factor,
-    the first of the result that is not of size 1. Empty if the operator is no rearrangement.
-    """
+    """The factor for a dropped dim of size 1, which is empty where the tile is."""
     results = [math.prod(shape_of(dims)) for dims in mapped.outputs]
     if not mapped.rearranges or results != [math.prod(tiling.shape)]:
         return ()

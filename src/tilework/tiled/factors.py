@@ -154,12 +154,7 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor in a pattern.
-
-    Attributes:
-        tokens: The names of the tensor's dims.
-        optional: True if the tensor may be missing.
-    """
+    """A tensor in a pattern: the names of the dims, and True if it may be missing."""
 
     tokens: tuple[_Token, ...]
     optional: bool

@@ -122,13 +122,7 @@ def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | Non
 
 
 class _Call:
-    """A call with sharded tensors.
-
-    Args:
-        func: The function.
-        args: The positional arguments; a list may have tensors, too.
-        kwargs: The keyword arguments.
-    """
+    """A call with sharded tensors, which may stand in lists."""
 
     __slots__ = ("args", "func", "kwargs", "operands", "plain")
 
@@ -195,11 +189,7 @@ class _Plan:
     layouts: dict[tuple[int, Ints], ResultLayout] = field(default_factory=dict)
 
     def run(self, call: _Call, number: int | None, tiles: Sequence[Tensor]) -> Any:
-        """The result for the tiles of one number; or for stand-ins, which have no number.
-
-        Where dims of any length count, the operator gets zeros for empty tiles: the result has the
-        dtype and these lengths.
-        """
+        """The result for the tiles of one number, or, where that is None, for stand-ins."""
         make = self.call.run
         run = make(TileRanges(self.op, number)) if make and number is not None else None
         if run is not None:
@@ -248,11 +238,7 @@ def _outermost(dim: Dim) -> int:
 
 
 def _planned(call: _Call, unknown: str) -> _Plan:
-    """The rule of a call, evaluated on the operands' boxes.
-
-    Raises:
-        RuntimeError: There is an obstacle, or no rule (``unknown``).
-    """
+    """The rule of a call, evaluated on the operands' boxes; raises for obstacles."""
     first, *others = call.operands
 
     def make() -> _Plan | NotLocal | None:
@@ -279,11 +265,7 @@ def _planned(call: _Call, unknown: str) -> _Plan:
 
 
 def _local_call(call: _Call) -> LocalCall | None:
-    """The factor map of a call, by the operator's rule; None if the rule gives none.
-
-    Raises:
-        Exception: Raised by torch, as it refuses the arguments.
-    """
+    """The factor map of a call, by the operator's rule; None if the rule gives none."""
     name = canonical_name(call.func)[0]
     ruled, arguments = _RULED_AS.get(name, (name, None))
     rule = entry_of(ruled).rule

@@ -142,10 +142,7 @@ def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | Non
 
 
 def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
-    """Unscale gradients in place, as ``GradScaler`` does. Collective over the gradients' groups.
-
-    If a rank finds infinity or NaN, ``found_inf`` is set on all ranks.
-    """
+    """Unscale gradients as ``GradScaler`` does; all ranks get ``found_inf``. Collective."""
     grads, found_inf, scale = args
     sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
     local = [grad for grad in grads if not isinstance(grad, ShardedTensor)]

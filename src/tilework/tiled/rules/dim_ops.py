@@ -45,16 +45,7 @@ def _along(
     linear: bool = False,
     on_empty: Callable[[Tensor], Any] | None = None,
 ) -> RuleResult:
-    """The call of an operator along ``dim``, whose results may have any length there.
-
-    Args:
-        input: The input.
-        dim: The dim.
-        results: The number of results.
-        linear: True if the operator is linear.
-        on_empty: The operator on a local tensor, given if torch drops empty tensors from the
-            graph of gradients.
-    """
+    """The call of an operator along ``dim``; ``on_empty`` computes empty tensors with a graph."""
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None

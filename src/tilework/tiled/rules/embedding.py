@@ -128,16 +128,7 @@ def _embedding_bag(
 
 @dataclass(frozen=True, eq=False)
 class _Bag:
-    """The arguments of ``embedding_bag``.
-
-    Attributes:
-        tensors: Indices, table, offsets and per-sample weights; None for a missing tensor.
-        bags: The number of bags.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        scale_grad_by_freq: As in torch.
-        include_last_offset: As in torch.
-        padding_idx: As in torch.
-    """
+    """The arguments of ``embedding_bag``; ``tensors`` are indices, table, offsets and weights."""
 
     tensors: tuple[Arg, Arg, Arg | None, Arg | None]
     bags: int
@@ -147,12 +138,7 @@ class _Bag:
     padding_idx: int | None
 
     def look_up(self, rows: LocalIndexRange, *local: Tensor) -> Tensor:
-        """The bags from the local rows of the table: partial sums if the rows are sharded.
-
-        Args:
-            rows: The range of local rows.
-            local: The local tensors of the call.
-        """
+        """The bags from the local rows of the table: partial sums if the rows are sharded."""
         indices, table, starts, factors = (
             None if arg is None else local[arg.number] for arg in self.tensors
         )

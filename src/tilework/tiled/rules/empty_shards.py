@@ -61,22 +61,14 @@ def zero_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _rows_that_vary(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """1 and -1 in turn, as a function of an empty tensor.
-
-    Their gradient is zero times a factor that must not be infinite: a norm with an epsilon of 0
-    divides by the deviation.
-    """
+    """1 and -1 in turn, so that a norm with epsilon 0 divides by no zero deviation."""
     signs = tensor.new_ones(shape)
     signs.view(-1)[1::2] = -1
     return _in_its_place(tensor, signs)
 
 
 def _in_its_place(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values as a function of an empty tensor.
-
-    Writes to the tensor count as writes to the result: if an operator has saved the result for
-    the gradient, torch then refuses the write, as on ranks with elements.
-    """
+    """Values as a function of an empty tensor, writes to which autograd then checks."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return values
     result: Tensor = _InItsPlace.apply(tensor, values)  # type: ignore[no-untyped-call]

@@ -22,10 +22,7 @@ def _as_list(given: Any) -> Sequence[int]:
 
 
 def _transform(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> RuleResult:
-    """The sharding rule of a Fourier transform along ``dims``, which the operator needs unsharded.
-
-    The local operator gives the sizes of the result.
-    """
+    """The rule of a Fourier transform, which needs ``dims`` unsharded."""
     factors = factors_of(input.shape)
     for dim in dims:
         factors[dim].unshardable = True

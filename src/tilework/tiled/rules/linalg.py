@@ -17,10 +17,7 @@ from tilework.tiled.rules.empty_shards import allow_empty_shards
 
 
 def _register_batched(names: str, text: str) -> None:
-    """Register operators by a pattern of their tensors, in the order in which they are passed.
-
-    Sizes in the pattern hold only for arguments; torch tells the sizes of results.
-    """
+    """Register operators by a pattern of arguments; torch gives the results' sizes."""
 
     def answer(*args: Any, **kwargs: Any) -> RuleResult:
         return match_pattern(

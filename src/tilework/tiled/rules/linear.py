@@ -103,15 +103,7 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
 
 
 def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
-    """The sharding rule of ``addmm`` and so on: ``input`` plus a product of ``a`` and ``b``.
-
-    Args:
-        text: The pattern of the product.
-        input: The tensor that is broadcast to the product, and added.
-        a: The first factor.
-        b: The second factor.
-        run: Makes the function to run on local tensors; None: the operator itself.
-    """
+    """The rule of ``addmm`` and so on: ``input`` plus a product of ``a`` and ``b``."""
     try:
         mapped = Pattern.parse(text).of([a.shape, b.shape])
     except ValueError:
@@ -171,11 +163,7 @@ def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any 
 def _grouped_product(
     input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> RuleResult:
-    """Products of groups of rows with one matrix per group, as experts need them.
-
-    Each rank has the rows, and the matrices, of a range; rows of other ranks' matrices become
-    zeros.
-    """
+    """Products of groups of rows with one matrix per group; each rank has a range."""
     if bias is not None or out_dtype not in (None, input.dtype):
         return None
     if offs is None:
@@ -202,15 +190,7 @@ def _grouped_product(
 def _product_of_groups(
     rows: tuple[int, int], groups: tuple[int, int], x: Tensor, matrices: Tensor, ends: Tensor
 ) -> Tensor:
-    """The products of the rows and matrices of ranges; zeros for rows of other matrices.
-
-    Args:
-        rows: Offset and size of the range of rows.
-        groups: Offset and size of the range of matrices.
-        x: The rows.
-        matrices: The matrices.
-        ends: For each group the end of its rows in the full tensor.
-    """
+    """The products in ranges (offset, size) of rows and matrices; else zeros."""
     local_ends = (ends - rows[0]).clamp(0, rows[1]).tolist()
     first = local_ends[groups[0] - 1] if groups[0] else 0
     stops = local_ends[groups[0] : sum(groups)]
@@ -339,13 +319,7 @@ def _only(operands: Any) -> Tensor:
 
 
 def _shown(tensor: Tensor, names: Names, result: Names) -> Tensor:
-    """Einsum of one operand without a sum: a view with permuted dims, or with diagonals.
-
-    Args:
-        tensor: The operand.
-        names: The letter of each dim. A letter that repeats selects a diagonal.
-        result: The letters of the result's dims: each letter of ``names``, once.
-    """
+    """Einsum of one operand without a sum: a view with permuted dims, or with diagonals."""
     for name in result:
         while names.count(name) > 1:
             first = names.index(name)
@@ -374,20 +348,14 @@ def _names(word: str, width: int) -> Names:
 
 
 def _implied(names: Sequence[Names]) -> Names:
-    """The letters of the result of an einsum equation without an arrow.
-
-    As in torch: the dims of the ellipsis, then the letters that occur once, in alphabetical order.
-    """
+    """The result's letters without an arrow: the ellipsis, then single letters in order."""
     occurring = [name for names_of_dims in names for name in names_of_dims]
     dots = sorted({name for name in occurring if isinstance(name, int)})
     return [*dots, *sorted(n for n in occurring if isinstance(n, str) and occurring.count(n) == 1)]
 
 
 def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor] | None:
-    """A factor for each name; the name of a diagonal, twice in one tensor, is unshardable.
-
-    None if the sizes of the full tensors do not fit, which those of shards might do by chance.
-    """
+    """A factor per name; a name that occurs twice in one tensor (a diagonal) is unshardable."""
     factors: dict[str | int, Factor] = {}
     for names_of_dims, tensor in zip(names, tensors, strict=True):
         for name, size in zip(names_of_dims, tensor.shape, strict=True):

@@ -65,14 +65,7 @@ def reduce_loss(
 
 
 def _register_loss(function: Any, parameters: str, rows: str = "", unbroadcast: str = "") -> None:
-    """Register a loss, which is reduced over the broadcast shape of the tensors.
-
-    Args:
-        function: The form that takes the reduction as a number.
-        parameters: The names of all parameters.
-        rows: Tensors whose last dim is a row with one loss.
-        unbroadcast: Tensors that do not broadcast.
-    """
+    """Register a loss; each last dim of the tensors ``rows`` has one loss."""
     names = parameters.split()
 
     def answer(*args: Any, **kwargs: Any) -> RuleResult:

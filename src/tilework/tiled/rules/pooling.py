@@ -25,15 +25,7 @@ _POWER = "input norm_type kernel_size stride ceil_mode"
 def _register_pool(
     name: str, spatial: int, names: str, results: int = 1, linear: bool = False
 ) -> None:
-    """Register an operator on the last dims of a tensor; the first dims are a batch.
-
-    Args:
-        name: The operator's name in torch.nn.functional.
-        spatial: The number of dims that the operator works on.
-        names: The names of the parameters.
-        results: The number of results: the second has indices in the input's space.
-        linear: Whether the operator is linear.
-    """
+    """Register an operator on the last ``spatial`` dims; result 2 has input indices."""
     function = getattr(_functional, name)
 
     def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
