@@ -40,10 +40,7 @@ class _PlacementKind:
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """True if the placement is Partial: the ranks' values must still be reduced.
-
-        If ``reduce_op`` is given, true only for this reduction.
-        """
+        """True if the placement is Partial (with ``reduce_op``, if given)."""
         refuse_torch_caller(self, _OURS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 

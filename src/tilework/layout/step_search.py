@@ -254,14 +254,7 @@ class SearchSpace:
     def _exchanged(
         self, at: ShardState, after: ShardState, dims: tuple[int, int], off: Splits
     ) -> int:
-        """The largest number of elements that any rank sends or receives in an all_to_all.
-
-        Args:
-            at: The state before.
-            after: The state afterwards.
-            dims: The dim that is gathered, and the dim that is sharded instead.
-            off: The splits that the first of these dims loses.
-        """
+        """The most elements that a rank sends or receives in an all_to_all."""
         here, there = dims
         on = after.splits[there][-len(off) :]
         pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
