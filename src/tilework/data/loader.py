@@ -177,10 +177,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
 
 class _RankRows(IterableDataset[Any]):
-    """An iterable dataset of this rank's rows: every ``ranks``-th row of another dataset.
-
-    Other attributes are those of that dataset: a worker_init_fn finds and sets them there.
-    """
+    """This rank's rows of an iterable dataset, with that dataset's other attributes."""
 
     _all_rows: IterableDataset[Any]
     _division: Division

@@ -39,11 +39,7 @@ def _is_ours(model: nn.Module) -> bool:
 
 
 class _Redirected:
-    """The replacements of the four functions, for models with tensors or modules of tilework.
-
-    Args:
-        torchs: torch's module.
-    """
+    """Replacements of four of torch's functions, for models with tilework's tensors."""
 
     def __init__(self, torchs: Any) -> None:
         self._torchs, self._own = torchs, late_name("models", "state_dict")
@@ -135,10 +131,7 @@ def gather_in_saving(name: str, library: Any) -> None:
 
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_pretrained`` that gathers the tensors of a model of tilework on the first rank.
-
-    Then it is collective: the first rank writes, and an error there is raised on all ranks.
-    """
+    """``save_pretrained`` that gathers on the first rank, which writes. Collective."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -174,10 +167,7 @@ _MODULES: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Finds the modules in the usual way, and redirects each as soon as it is loaded.
-
-    They are slow to load, so tilework does not load them.
-    """
+    """Redirects each module when the user's program loads it; loading it here is slow."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in _MODULES:

@@ -103,11 +103,7 @@ def _meets(box: Box, sliced: list[int], place: Sequence[tuple[int, int]]) -> boo
 
 
 class _Axis:
-    """A dim of a drawing: cells between neighbouring cuts, in proportion.
-
-    They are at least ``least`` characters each, and fill ``room`` with their lines. If there are
-    more than ``most``, a cell of average size stands for the middle ones.
-    """
+    """A dim of a drawing, whose cells fill ``room``; one cell stands for the middle of many."""
 
     def __init__(self, cuts: list[int], least: int, room: int, most: int) -> None:
         lengths = [end - start for start, end in pairwise(cuts)]

@@ -168,12 +168,7 @@ class RemoteStore(Store):
         ]
 
     def _hold(self, request: bytes, until_closed: bool = False) -> Callable[[], None]:
-        """Send a request on a separate connection, and keep that connection open.
-
-        When the connection closes, at the latest when this process ends, the server appends a value
-        that the request names. The returned function revokes this, and also :meth:`close` if
-        ``until_closed``.
-        """
+        """Send a request whose effect comes when the connection closes; returns the undo."""
         revocation = wire.encode(Code.APPEND_ON_DISCONNECT, ())
         limit = checks.seconds(self._timeout)
         return self._pool.hold(request, revocation, limit, revocation if until_closed else b"")
@@ -189,11 +184,7 @@ class RemoteStore(Store):
     def _ask_waiting(
         self, code: Code, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline
     ) -> WireMessage:
-        """The answer to a request ``code`` that waits for ``batch``, a part of ``keys``.
-
-        Raises StoreTimeoutError at ``deadline``; the error names ``keys``, and the caller's whole
-        ``limit`` in seconds.
-        """
+        """The answer for ``batch``, a part of ``keys``; the error names all keys."""
         left = deadline.left()
         # Rounded up: a server that gives up early would cut the caller's time short.
         milliseconds = wire.encode_number(-int(-left * 1000 // 1))

@@ -125,11 +125,7 @@ class Channel:
 
 
 def _check_welcome(answer: WireMessage, have_secret: bool, expected: bytes | None) -> None:
-    """Raise unless ``answer`` welcomes this client, with the ``expected`` proof if it has a secret.
-
-    ``expected`` is None if the server asked for no proof. Such a server cannot prove that it knows
-    the secret, and a client with a secret refuses it.
-    """
+    """Check that a server welcomes this client, and proves that it knows the secret."""
     if answer.code == Code.REFUSED:
         why = b" ".join(answer.fields).decode(errors="replace")
         hint = " Every rank needs the same secret." if "secret" in why else ""

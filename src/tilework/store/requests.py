@@ -57,10 +57,7 @@ def _keys(fields: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def _fields(fields: list[bytes], count: int) -> list[bytes]:
-    """``fields`` itself, after a check: a key and ``count - 1`` values within the size limits.
-
-    Raises GarbageError.
-    """
+    """``fields``, if they are a key and ``count - 1`` values within the size limits."""
     if len(fields) != count:
         raise GarbageError(f"expected {count} fields, got {len(fields)}")
     _keys(fields[:1])
@@ -146,10 +143,7 @@ def _when_present(
     timed_keys: tuple[int, list[bytes]],
     answer: Callable[[_Send], None],
 ) -> None:
-    """Call ``answer`` now if all keys exist, else park the request until they do.
-
-    ``timed_keys`` are milliseconds and keys; when this time is up, the client is sent TIMEOUT.
-    """
+    """Call ``answer`` once all keys exist; send TIMEOUT after the milliseconds given."""
     (milliseconds, keys), table = timed_keys, state.table
 
     def ready() -> None:
@@ -168,11 +162,7 @@ def _when_present(
 
 
 def _join(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    """Count the worker that ``fields`` names.
-
-    With a key as second field, the worker's name is appended to that key if the connection closes
-    before the worker has closed the store.
-    """
+    """Count a worker; with a key, append its name there if the connection breaks before close."""
     worker, *key = _fields(fields, 2 if len(fields) == 2 else 1)
     if key:
         client.append_on_disconnect((key[0], worker + b" "))
@@ -205,10 +195,7 @@ def _wait_workers(client: Client, state: StoreState, fields: list[bytes]) -> Non
 
 
 def _append_on_disconnect(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    """Note a key and a value to append when the client disconnects; no fields revoke this.
-
-    Two more fields are a greeting: a key, and a value that is appended to that key now.
-    """
+    """Note a key and value to append on disconnect; no fields revoke this."""
     if not fields:
         client.append_on_disconnect(None)
     else:

@@ -101,10 +101,7 @@ def check_secret(secret: bytes | None) -> None:
 
 
 class _Running:
-    """The socket, thread and loop of a StoreServer.
-
-    A separate object, which a finalizer can close after the StoreServer was dropped.
-    """
+    """The socket, thread and loop of a StoreServer, which a finalizer can close without it."""
 
     def __init__(self, listener: socket.socket, where: Address, secret: bytes | None) -> None:
         self._listener = listener

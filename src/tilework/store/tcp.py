@@ -134,10 +134,7 @@ class TCPStore(RemoteStore):
         self._checked(answer)
 
     def _give_up(self, error: StoreTimeoutError, came: int) -> None:
-        """Write ``error`` into the store, and wait up to a second until the workers have read it.
-
-        ``came`` is the number of stores that were made, the master's included.
-        """
+        """Write ``error`` into the store, and wait a second until the workers read it."""
         with contextlib.suppress(DistError):
             self.set(_GIVEN_UP_KEY, str(error))
             deadline = checks.Deadline(_PARTING_SECONDS)

@@ -37,12 +37,7 @@ def own_generators() -> Iterator[None]:
 
 
 def _draw_from_ranks() -> torch.library.Library:
-    """Make operators on the CPU that draw use the calling rank's generator; the registration.
-
-    Other operators, and all threads that are not ranks, keep torch's default generator. The kernels
-    stand below autograd and all modes: a rank needs no function mode, which would keep torch's
-    modules from their fast paths.
-    """
+    """Register CPU kernels that draw from the calling rank's generator, below all modes."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
         if not name.startswith("aten::"):

@@ -140,10 +140,7 @@ class _Program:
     init: bool
 
     def run(self, rank: int, store: Store, default_backend: str) -> Any:
-        """Run the program as rank ``rank``, in the current World; return the program's result.
-
-        With ``init``, make the default group before, and destroy it after.
-        """
+        """Run the program as rank ``rank``; with ``init``, make the default group first."""
         if not self.init:
             return self.fn(rank, *self.args)
         init_process_group(
