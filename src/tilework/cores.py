@@ -36,7 +36,7 @@ def affinity() -> frozenset[int]:
     """The numbers of the CPUs that this process may run on."""
     try:
         return frozenset(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux tells
+    except AttributeError:  # only Linux has it
         return frozenset(range(os.cpu_count() or 1))
 
 

@@ -21,7 +21,7 @@ call moved nothing. What goes wrong at run time is one of these::
             └── ExcludedError            the other ranks went on without this one
 
 A group whose operation raised one of the ``DistBackendError`` family is *aborted*: every
-later operation on it raises the same class at once, on every rank. Go on with those that are
+later operation on it raises the same class at once, on every rank. Continue with those that are
 left (``shrink_group``), or destroy it and make a new one.
 """
 

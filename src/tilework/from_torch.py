@@ -318,7 +318,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
     TorchDifferences(
         "tilework.distributed",
         ("Backend.backend_type_map", "Backend.default_device_backend_map"),
-        "numbers of torch's C++; `get_default_backend_for_device(device)` tells the default",
+        "numbers of torch's C++; `get_default_backend_for_device(device)` names the default",
     ),
     TorchDifferences(
         "tilework.distributed",
@@ -382,7 +382,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
     TorchDifferences(
         "tilework.dtensor",
         ("Partial.ALL_REDUCE_OPS", "Partial.LINEAR_REDUCE_OPS"),
-        "which reductions there are is told by the error for another one",
+        "the error for an unknown reduction lists all reductions",
     ),
     TorchDifferences(
         "tilework.dtensor",
@@ -417,7 +417,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
         "tilework.parallel.comm_hooks",
         ("*.maybe_increase_iter", "PowerSGDState.next_stats_report", "PowerSGDState.rng",
          "PowerSGDState.total_numel_*_compression"),
-        "counters of the hooks themselves; `compression_stats()` tells what was saved",
+        "counters of the hooks themselves; `compression_stats()` counts the saved bytes",
     ),
     TorchDifferences(
         "tilework.parallel",
@@ -427,7 +427,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
     TorchDifferences(
         "tilework.parallel",
         ("*.join_device",),
-        "ranks that join tell each other on the device of their group",
+        "ranks that join inform each other on the device of their group",
     ),
     TorchDifferences(
         "tilework.parallel",
@@ -436,7 +436,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
         "no module is put around another one: `modules={Block}` or `check_fn=` chooses",
     ),
     TorchDifferences(
-        "tilework.parallel", ("as_functional_optim",), "for optimizers of torch's TorchScript"
+        "tilework.parallel", ("as_functional_optim",), "for torch's TorchScript optimizers"
     ),
     TorchDifferences(
         "tilework.checkpoint",
@@ -444,7 +444,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
         "`index_of(path)` is the index of a checkpoint, and docs/format.md its format",
     ),
     TorchDifferences(
-        "tilework.checkpoint", ("CheckpointException",), "`CheckpointError`, alike on all ranks"
+        "tilework.checkpoint", ("CheckpointException",), "`CheckpointError`, the same on all ranks"
     ),
     TorchDifferences(
         "tilework.checkpoint",

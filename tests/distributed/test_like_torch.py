@@ -68,7 +68,7 @@ def test_a_split_of_a_part_counts_ranks_within_it() -> None:
 
 def test_ranks_that_split_differently_all_raise() -> None:
     def program(rank: int) -> None:
-        with pytest.raises(ValueError, match="must cut the group alike"):
+        with pytest.raises(ValueError, match="must cut the group equally"):
             dist.split_group(split_ranks=[[0], [1]] if rank == 0 else [[0, 1]])
         with pytest.raises(ValueError, match="named twice"):
             dist.split_group(split_ranks=[[0], [0, 1]])

@@ -65,7 +65,7 @@ def test_around_the_interception_nothing_is_computed() -> None:
 
     (error,) = errors_of(1, program)
     assert isinstance(error, RuntimeError)
-    assert "A ShardedTensor of tilework's is used from inside torch's C++ by" in str(error)
+    assert "A tilework ShardedTensor is used from inside torch's C++ by" in str(error)
 
 
 def described(spec: ShardingSpec, size: int = 4, **properties: Any) -> str:

@@ -398,7 +398,7 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
         "ReduceOp.MAX"
     ],
     (lambda x, y, m: torch_dist.all_reduce(torch.ones(2), cast(Any, dist.ReduceOp.MAX))): [
-        "of tilework's",
+        "tilework",
         "torch.distributed.ReduceOp.MAX",
     ],
     (lambda x, y, m: torch_dist.all_reduce(torch.ones(2), group=m.get_group())): [

@@ -44,7 +44,7 @@ class MessageWait:
     what: str
     #: The caller's ``file:line in function``.
     site: str
-    #: The time when the wait began, on some clock; tells this wait from other waits.
+    #: The time when the wait began, on some clock; distinguishes this wait from other waits.
     begun: float
 
 
@@ -68,7 +68,7 @@ class Work(ABC):
         """Block until this rank's part is done; return True.
 
         Args:
-            timeout: Give up waiting after this long; the operation itself goes on. None waits
+            timeout: Give up waiting after this long; the operation itself continues. None waits
                 as long as the operation's own timeout lets it live.
 
         Raises:
@@ -275,8 +275,8 @@ _DEFAULTS = Options()
 
 
 _OURS = (
-    "a process group of tilework's: torch.distributed's functions take those of "
-    "torch.distributed.new_group, which tilework's take, too, after "
+    "a tilework process group. torch.distributed's functions need a group from "
+    "torch.distributed.new_group; tilework's functions accept those as well after "
     'torch.distributed.init_process_group("tilework")'
 )
 

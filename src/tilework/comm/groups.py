@@ -462,7 +462,7 @@ def split_group(
         _check_ranks(listed, parent.size())
         return {"split_ranks": [[int(rank) for rank in part] for part in split_ranks]}
 
-    parts = agree_equal(facts, parent, "all ranks must cut the group alike:")[0]["split_ranks"]
+    parts = agree_equal(facts, parent, "all ranks must cut the group equally:")[0]["split_ranks"]
     own = next((part for part in parts if parent.rank() in part), None)
     if own is None:
         return None
@@ -515,7 +515,7 @@ def _agree(
             _meet(wait, asked, limit, check)
         except DistNetworkError as error:
             raise wait.explain(error) from error
-        except StoreTimeoutError:  # the server does not answer: other ranks cannot be told
+        except StoreTimeoutError:  # the server does not answer: other ranks cannot be informed
             raise
         except DistError as error:
             wait.fail(error)  # unless another rank failed first

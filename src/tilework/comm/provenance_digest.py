@@ -1,9 +1,9 @@
 """The provenance that a thread's collectives carry, by which ranks compare tensors.
 
-A *provenance digest* tells how a tensor came about. While a thread has set a digest, the headers of
-the thread's collectives carry it, beside dtype and shape. So ranks all raise if they mean different
-tensors, or tensors whose values have parted. Here digests are numbers that must be equal on all
-ranks; ``dtensor.provenance`` says how they are computed.
+A *provenance digest* identifies how a tensor was computed. While a thread has set a digest, the
+headers of the thread's collectives carry it, beside dtype and shape. So ranks all raise if they
+mean different tensors, or tensors whose values have parted. Here digests are numbers that must be
+equal on all ranks; ``dtensor.provenance`` says how they are computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADVICE = (
     "Where ranks have different rows, say DTensor.from_local(rows, mesh, [Shard(0)]), or "
     "input_layouts=Shard(0) in the plan of parallelize_module, whose modules alone take a plain "
     "input as different rows along the other axes of the mesh. "
-    "tilework.dtensor.verify(model) tells which parameters have parted. Or the operator may have "
+    "tilework.dtensor.verify(model) names parameters that have parted. Or the operator may have "
     "raised on another rank alone, for its own part of the data (a target out of range): see that "
     "rank's traceback."
 )
@@ -51,7 +51,7 @@ ADVICE_ON_PASSES = (
     "(loss.isnan(), a shorter data loader, rank == 0). For a forward pass of one rank alone call "
     "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join. Modules of "
     "fully_shard have neither: give all ranks equally many batches. tilework.dtensor.verify(model) "
-    "tells which parameters have parted."
+    "names the parameters that have parted."
 )
 
 #: Functions of layers above that give more advice on collectives of DTensors; "" for none.

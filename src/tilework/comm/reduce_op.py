@@ -45,7 +45,7 @@ class RedOpType(enum.Enum):
     def __repr__(self) -> str:
         if called_by_torch():  # torch shows operators that it refuses
             return (
-                f"<ReduceOp.{self.name} of tilework's: torch.distributed's functions take "
+                f"<ReduceOp.{self.name} (tilework): torch.distributed's functions need "
                 f"torch.distributed.ReduceOp.{self.name}>"
             )
         return super().__repr__()

@@ -195,7 +195,7 @@ class World(_Slots):
         """Make ``group`` the default group after ranks got new numbers; close all other groups.
 
         ``seats`` holds the number that each rank was started with. Objects of :meth:`state` are
-        told to forget the old groups, by ``forget_groups()``.
+        asked to forget the old groups, by ``forget_groups()``.
         """
         for known in reversed(list(self.records)):
             if known is not group:
@@ -233,7 +233,7 @@ class World(_Slots):
     def close(self) -> None:
         """Close every group, newest first, and the store. Idempotent, never waits for ranks.
 
-        Objects of :meth:`state` are told to forget the groups, as by :meth:`succeed`.
+        Objects of :meth:`state` are asked to forget the groups, as by :meth:`succeed`.
         """
         for known in reversed(list(self.records)):
             self.forget(known)
@@ -365,7 +365,7 @@ def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
 
 
 def native_group(group: Any) -> ProcessGroup | NonMember:
-    """The tilework group that ``group`` means: ``group`` itself if it is one of tilework's.
+    """The tilework group that ``group`` means: ``group`` itself if it is a tilework group.
 
     For a process group of torch.distributed it is the tilework group that runs the operations.
     Local.
@@ -381,8 +381,8 @@ def native_group(group: Any) -> ProcessGroup | NonMember:
     kind = type(group)
     if kind.__module__.startswith(("torch.distributed", "torch._C._distributed")):
         raise TypeError(
-            f"{group!r} is a process group of torch.distributed's, on a backend of torch's own: "
-            f"tilework's functions take groups of tilework.distributed (new_group), and those of "
+            f"{group!r} is a torch.distributed process group on one of torch's own backends: "
+            f"tilework's functions take groups of tilework.distributed (new_group), and groups of "
             f'torch.distributed after torch.distributed.init_process_group("tilework")'
         )
     raise TypeError(
@@ -417,7 +417,7 @@ def _warn_outside(group: NonMember, operation: str) -> None:
     warnings.warn_explicit(
         f"Running {operation} on global rank {get_rank()} which does not belong to the given "
         f"group {group.group_name!r} of ranks {list(group.global_ranks)}: nothing is done. "
-        f"Call it on member ranks only (rank_not_in_group(group) tells).",
+        f"Call it on member ranks only (rank_not_in_group(group) shows which).",
         UserWarning,
         file,
         line,

@@ -28,7 +28,7 @@ class DataLoader(TorchDataLoader[T_co]):
     rank seed the random numbers of workers: ranks augment differently, and a run can be repeated.
 
     :meth:`state_dict` counts the rows that all ranks have taken, and a loader on another number of
-    ranks can go on there.
+    ranks can continue there.
 
     Args:
         dataset: A dataset with a length, or an iterable dataset. Each rank iterates over the whole
@@ -113,7 +113,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from the first row on.
 
-        A resumed epoch, if it is chosen again, goes on with the rows that are left.
+        A resumed epoch, if it is chosen again, continues with the rows that are left.
         """
         self._place.set_epoch(epoch)
 
@@ -151,7 +151,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return {"epoch": self.epoch, "rows_taken": self._place.taken, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next iteration go on where :meth:`state_dict` was taken. Local.
+        """Let the next iteration continue where :meth:`state_dict` was taken. Local.
 
         An iterable dataset is read again from the start, and the earlier rows are skipped.
 

@@ -28,7 +28,7 @@ class EpochPlace:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which decides the order. Call it at the start of each epoch.
 
-        A resumed epoch, if it is chosen again, goes on with the rows that are left.
+        A resumed epoch, if it is chosen again, continues with the rows that are left.
         """
         if epoch != self.epoch:
             self.move(epoch, 0)
@@ -153,7 +153,7 @@ class DistributedSampler(EpochPlace, Sampler[int]):
         return {"epoch": self.epoch, "taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of :meth:`state_dict`, perhaps of another number of ranks. Local.
+        """Continue from a state of :meth:`state_dict`, perhaps of another number of ranks. Local.
 
         Raises:
             ValueError: The dataset has fewer rows than were taken.
@@ -161,7 +161,7 @@ class DistributedSampler(EpochPlace, Sampler[int]):
         self.resume(state["epoch"], state["taken"])
 
     def resume(self, epoch: int, taken: int) -> None:
-        """Let the next iteration go on in an epoch after the rows that were taken.
+        """Let the next iteration continue in an epoch after the rows that were taken.
 
         Args:
             epoch: The epoch.

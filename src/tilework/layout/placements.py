@@ -11,7 +11,7 @@ from tilework.layout.box import Ints, whole_number, whole_numbers
 from tilework.layout.chunking import chunk_at
 
 _OURS = (
-    "a placement of tilework's: torch.distributed's functions take the placements of "
+    "a tilework placement: torch.distributed's functions need the placements of "
     "torch.distributed.tensor. x.to_torch() converts a DTensor, with the placements"
 )
 _DIM = "Shard takes a dim, a whole number such as 0 or -1"
@@ -170,7 +170,7 @@ def order_in(order: Any) -> Ints:
 
 
 def native_placement(placement: Any) -> Any:
-    """The placement of this library for one of torch's; anything else is returned unchanged.
+    """This library's placement for a torch placement; anything else is returned unchanged.
 
     Raises:
         TypeError: It is a placement of torch that has no meaning alone.

@@ -1,4 +1,4 @@
-"""Ranks in a grid with named axes: what tensors are laid out over.
+"""Ranks in a grid with named axes, over which tensors are laid out.
 
     from tilework.mesh import init_device_mesh
 

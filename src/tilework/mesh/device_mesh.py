@@ -157,7 +157,7 @@ class DeviceMesh(MeshSlicing):
         if isinstance(mesh, DeviceMesh):
             return mesh
         if not is_torch_mesh(mesh):
-            raise TypeError(f"from_torch takes a mesh of torch.distributed's, got {mesh!r}")
+            raise TypeError(f"from_torch takes a torch.distributed mesh, got {mesh!r}")
         known = getattr(mesh, "_tilework_mesh", None)
         if isinstance(known, DeviceMesh):
             return known
@@ -180,7 +180,7 @@ class DeviceMesh(MeshSlicing):
     def to_torch(self) -> Any:
         """A mesh of torch.distributed on the same ranks as this mesh.
 
-        If this mesh, or the mesh that it is a part of, came from a mesh of torch's, the result is
+        If this mesh, or the mesh that it is a part of, came from a torch mesh, the result is
         that mesh or the same part of it. Otherwise the first call makes a mesh with new groups:
         collective over *all* ranks of torch's default group; blocks. A mesh that :meth:`flatten`
         made, or with axes in another order, needs new groups, too.
@@ -221,7 +221,7 @@ class DeviceMesh(MeshSlicing):
         return True
 
     def __len__(self) -> NoReturn:
-        refuse_torch_caller(self, _OURS)  # which takes it for ranks
+        refuse_torch_caller(self, _OURS)  # which would read it as ranks
         raise TypeError(f"{self!r} has no len(): size() is the number of its ranks")
 
     _layout = _rank_map = _get_root_mesh = _is_current_rank_part_of_mesh

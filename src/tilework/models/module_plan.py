@@ -72,7 +72,7 @@ def replace_module(root: nn.Module, module: nn.Module, made: nn.Module) -> None:
         module: A module within ``root``, not ``root`` itself.
         made: The module that takes the places.
     """
-    # All places are found before any is filled: modules() would go on into a wrapper.
+    # All places are found before any is filled: modules() would continue into a wrapper.
     places = [
         (parent, name)
         for parent in root.modules()

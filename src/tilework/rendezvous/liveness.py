@@ -1,10 +1,10 @@
 """The knowledge which ranks have ended: processes, or threads where ranks are threads.
 
 A rank writes an identity into the group's registers when the group is made. Others ask the system
-about it: the start time tells a process from a later one with the same number. A memory file that
-the process keeps open until it ends or becomes another program (exec) tells the program from a
-later one in the same process. A rank in another place (host, container) cannot be asked for: it
-is neither known to live nor to have ended.
+about it: the start time distinguishes a process from a later process with the same number. A memory
+file that the process keeps open until it ends or becomes another program (exec) distinguishes the
+program from a later one in the same process. A rank in another place (host, container) cannot be
+asked for: it is neither known to live nor to have ended.
 """
 
 from __future__ import annotations

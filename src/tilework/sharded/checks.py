@@ -77,9 +77,7 @@ def _place(place: RemoteDevice | None, ranks: Collection[int] | None) -> Place:
     if worker is not None:
         rank = _rank_of_worker(worker)
     if rank is None:
-        raise ValueError(
-            f"remote device {place} does not tell whose it is: write 'rank:<rank>/{place}'"
-        )
+        raise ValueError(f"remote device {place} does not name a rank: write 'rank:<rank>/{place}'")
     if ranks is not None and rank not in ranks:
         raise ValueError(
             f"Global rank {rank} does not exist in input process group: its ranks are {list(ranks)}"

@@ -3,7 +3,7 @@
 :class:`Store` is the contract; ``HashStore`` serves threads, ``FileStore`` the processes of one
 host or file system, ``UnixStore`` those of one user on one host, ``TCPStore`` any hosts;
 ``PrefixStore`` is a view of any of them. :mod:`tilework.store.torch_bridge` joins this world and
-torch's, both ways.
+torch stores, both ways.
 """
 
 from tilework.store.barrier import store_based_barrier

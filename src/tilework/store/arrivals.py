@@ -24,7 +24,7 @@ _FLOCK: Final = "hhqqi0q"
 class Arrivals(NamedTuple):
     """Counts of the store objects that all processes have made on one file or server."""
 
-    #: How many will be made, as whoever asks was told; all of them by ranks. 0: it was not told.
+    #: How many will be made, as the server was informed; all of them by ranks. 0: unknown.
     expected: int
     #: How many were made so far.
     came: int

@@ -47,7 +47,7 @@ def store_based_barrier(
         logging_interval: How often to log the missing ranks while this rank waits.
         ranks: The numbers of all callers; ``range(rendezvous_count)`` unless given.
         meanwhile: Called now and then, with the ranks that have not come, while this rank waits.
-            What it raises ends the wait.
+            An exception that it raises ends the wait.
 
     Raises:
         DistStoreError: Time-out; it names the ranks that did not come.

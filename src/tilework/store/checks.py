@@ -178,4 +178,4 @@ def empty_error(where: str, key: str) -> QueueEmptyError:
 
 def closed_error(where: str) -> DistStoreError:
     """The error for a store that is used after close()."""
-    return DistStoreError(f"{where} is closed: make a new one to go on")
+    return DistStoreError(f"{where} is closed: make a new store to continue")

@@ -158,8 +158,8 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._all: set[Channel] = set()
-        #: Those of them that nobody asks on, kept for what their end tells the server; and what it
-        #: is told when this pool is closed in order.
+        #: Those of them that nobody asks on, kept for what their end means to the server; and what
+        #: it is told when this pool is closed in order.
         self._held: dict[Channel, bytes] = {}
         watch_forks(self)
 

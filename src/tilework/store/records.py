@@ -7,9 +7,9 @@
     record  = size:u32 crc(payload):u32 crc(size, crc):u32 payload       integers big-endian
     payload = kind:u8 key_size:u32 key value
 
-The header's own checksum tells a torn record from a damaged one. Only the last record can be
-torn (the writer was killed, or is still writing): then the header is good, or shorter than 12
-bytes, and the payload ends beyond the file. Anything else that does not add up is damage.
+The header's own checksum distinguishes a torn record from a damaged record. Only the last record
+can be torn (the writer was killed, or is still writing): then the header is good, or shorter than
+12 bytes, and the payload ends beyond the file. Anything else that does not add up is damage.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _when_present(
 
 
 def _join(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    """Count a worker; with a key, append its name there if the connection breaks before close."""
+    """Count a worker; with a key, append the name there if the connection breaks before close."""
     worker, *key = _fields(fields, 2 if len(fields) == 2 else 1)
     if key:
         client.append_on_disconnect((key[0], worker + b" "))

@@ -120,7 +120,7 @@ class Service:
             next(iter(self._strangers)).close()
 
     def _accept_failed(self, error: OSError) -> None:
-        """Stop accepting for a moment after ``error``; go on serving the connected clients."""
+        """Stop accepting for a moment after ``error``; keep serving the connected clients."""
         if error.errno not in _OUT_OF_DESCRIPTORS:
             _log.error("the store server at %s cannot accept: %s", self._where, error)
         self.loop.remove_reader(self._listener.fileno())

@@ -1,4 +1,4 @@
-"""tilework's stores and torch's, each seen as the other.
+"""Adapters between tilework's stores and torch's stores, both ways.
 
 Not imported by :mod:`tilework.store` itself: stores work without torch.
 """

@@ -15,7 +15,7 @@ class UnixStore(RemoteStore):
     """A store that one process serves over a Unix socket; no port is opened.
 
     The constructor blocks until the server answers. Only processes of the same user can take part:
-    the kernel tells each side which user the other process belongs to.
+    the kernel shows each side which user owns the other process.
 
     Args:
         address: ``@name`` for Linux's abstract namespace, which leaves nothing on disk even after

@@ -77,7 +77,7 @@ def packet_of(func: Any) -> Any:
 
 
 def foreign_name(func: Any) -> str | None:
-    """The full name of an operator or Python function that is not torch's; None for torch's.
+    """The full name of an operator or function from outside torch; None for torch's.
 
     The canonical name of such a function may be the name of an operator of torch.
     """

@@ -82,7 +82,7 @@ class OpEntry:
 
 @cache
 def _is_tagged_random(packet: Any) -> bool:
-    """True if an overload of the operator, an object or a name of torch's, is tagged as random."""
+    """True if an overload of the operator, by torch's object or name, is tagged as random."""
     return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(packet))
 
 

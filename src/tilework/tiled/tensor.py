@@ -70,7 +70,7 @@ class TiledTensor(InTorchCheckpoints, Tensor):
                 f"plain tensors, from to_local() or full_tensor()"
             )
         raise RuntimeError(
-            f"A {cls.__name__} of tilework's is used from inside torch's C++ by {func}, which "
+            f"A tilework {cls.__name__} is used from inside torch's C++ by {func}, which "
             f"takes plain tensors only: pass the local tensors, or the plain tensor of "
             f"full_tensor(){_instead()}"
         )

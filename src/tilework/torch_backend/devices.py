@@ -2,7 +2,7 @@
 
 For "cpu:tilework,cuda:nccl" torch makes the group by tilework alone, because a group written in
 Python stands for all of its devices. Therefore the engines of the other devices are made here, when
-they are first needed: only then does torch tell the group's configuration.
+they are first needed: only then does torch pass the group's configuration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OtherDevices:
         self._timeout = timeout
         self._options = options
         self._rank, self._size = group.rank(), group.size()
-        #: A plain group of torch's that knows these devices.
+        #: A plain torch group that knows these devices.
         self._plain: Any = _c10d.ProcessGroup(store, self._rank, self._size)
         self._made: set[str] = set()
 

@@ -205,7 +205,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         super().__init__(request.group_rank, request.group_size)
         self._name, self._desc = str(request.group_id), ""
         self._torch_store = request.store
-        # A World of its own: the groups of torch.distributed are not those of tilework's.
+        # A separate World: torch.distributed's groups are not tilework's.
         self._world = World()
         # Leaves the group when nobody holds this object any more, at the latest when Python ends.
         self._leave = weakref.finalize(self, self._world.close)
@@ -388,7 +388,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         return self._desc
 
-    # What Python calls is, in older torch, not what it calls in C++.
+    # In older torch, Python and C++ call different methods.
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
     group_name = property(getGroupName)
@@ -408,7 +408,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         try:
             return self._devices.group_for(self, torch.device(device))._get_backend(device)
         except ValueError as error:
-            # torch looks for devices that a group may lack, and goes on after this class alone.
+            # torch looks for devices that a group may lack, and continues after this class alone.
             raise RuntimeError(str(error)) from None
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -470,7 +470,7 @@ def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
     rank, size, timeout = request.group_rank, request.group_size, request.timeout
     ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
     store = TorchStoreAdapter(request.store, timeout)
-    # A store may outlive a group, and torch numbers groups anew after the last was destroyed.
+    # A store may outlive a group, and torch numbers groups from 0 after the last was destroyed.
     generation = store.add(f"tilework/generations/{rank}", 1)
     shared = PrefixStore(f"tilework/{generation}", store)
     choice = os.environ.get("TILEWORK_BACKEND")

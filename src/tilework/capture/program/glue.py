@@ -160,7 +160,7 @@ def _checks_of(source: _Source, name: str, place: StatePlace, value: Any) -> Ite
 
 
 def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Make a function that tells later whether tensors still have the layouts that they have now.
+    """Make a function that checks later if tensors still have the layouts that they have now.
 
     It may return False for unchanged layouts if modes of torch, such as autocast, differ. Dynamo's
     guards take 0.07 µs a tensor, and comparisons in Python 0.4.

@@ -1,4 +1,4 @@
-"""Programs through torch's Inductor: local operators fused, everything else called in order.
+"""Programs compiled by Inductor: it fuses local operators; all else is called in order.
 
 The instructions become an FX graph. Everything other than plain operators (collectives, random
 draws, calls of the core) becomes calls of one custom operator, which runs the instruction

@@ -62,7 +62,7 @@ class Symbols:
 
     def tracing(self) -> AbstractContextManager[Any]:
         """Within the block, torch's compiler may take a program of one size from the cache."""
-        if self._values:  # a program from the cache would not tell all that it assumes
+        if self._values:  # a program from the cache would not show all that it assumes
             return nullcontext()
         return tracing(TracingContext(self._mode))
 

@@ -13,7 +13,7 @@ _OTHERS = (tuple, list, dict, deque)
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with ``function(leaf)`` in the place of each leaf; leaves are torch's."""
+    """The tree with ``function(leaf)`` in the place of each leaf (as torch defines leaves)."""
     kind = tree.__class__
     if kind is tuple:
         return tuple([mapped(function, each) for each in tree])
@@ -25,7 +25,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order; leaves are torch's."""
+    """The leaves of a tree (as torch defines them), in order."""
     kind = tree.__class__
     if kind is tuple or kind is list:
         return [leaf for each in tree for leaf in leaves_of(each)]

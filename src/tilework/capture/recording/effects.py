@@ -201,15 +201,15 @@ def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None
 
 
 class MadeOnce(Exception):
-    """The library has made anew what a later call would not make: the call is no record."""
+    """The library has made an object in this call that later calls will reuse: do not record it."""
 
 
 class HasGraphError(CaptureError):
-    """The step leaves a tensor from which a backward pass could go on."""
+    """The step leaves a tensor from which a backward pass could continue."""
 
 
 def refuse_graphs(outputs: Sequence[Any], places: StatePlaces, recorder: StepRecorder) -> None:
-    """Refuse results and states from which a backward pass could go on after the step.
+    """Refuse results and states from which a backward pass could continue after the step.
 
     A program has no graph. A graph through which the step has gone backward is no loss: torch has
     freed it.

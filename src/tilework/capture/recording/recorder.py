@@ -222,7 +222,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return held
             raise CaptureError(
                 f"the operator at {call_site()} draws from a generator that the step has made: a "
-                f"program would go on with that one. Make the generator before the step, and pass "
+                f"program would draw from it again. Make the generator before the step, and pass "
                 f"it or refer to it"
             )
         return leaf if known is None else known[1]

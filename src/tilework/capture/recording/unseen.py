@@ -30,7 +30,7 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
         if is_known and leaf.requires_grad:
             raise CaptureError(
                 f"argument {number}, which requires a gradient, is also a tensor to which the step "
-                f"refers: a program could not tell whose gradient is whose. Pass x.detach(), or "
+                f"refers: a program could not know whose gradient is whose. Pass x.detach(), or "
                 f"another tensor"
             )
         if is_known:
@@ -90,20 +90,20 @@ class Unseen:
         if _python_draws(self._places) != self._draws:
             raise CaptureError(
                 "the step draws from a generator of Python's random, or of numpy.random: a "
-                "program would go on with the numbers of this call. Draw with torch (torch.rand, "
+                "program would use the numbers of this call again. Draw with torch (torch.rand, "
                 "and torch.where), or pass what is drawn as a tensor"
             )
         if self._left:
             raise CaptureError(
-                f"the backward pass of the step goes on from {self._left[0]} into a graph that was "
-                f"made before the step: a program would not. Compute the tensor in the step, or "
+                f"the backward pass of the step continues from {self._left[0]} into a graph that "
+                f"was made before the step; a program would not. Compute the tensor there, or "
                 f"return torch.autograd.grad(loss, x), and call x.backward(gradient) after the step"
             )
         for tensor, memory in self._memories:
             if tensor.data_ptr() != memory.data_ptr():
                 raise CaptureError(
                     f"the step gives {self._places.tensors[id(tensor)].text} other memory, as "
-                    f".data = does: a program would go on with the old. Write x.data.copy_(…), or "
+                    f".data = does: a program would keep the old. Write x.data.copy_(…), or "
                     f"an operator that works in place (mul_, lerp_), instead of x.data = …"
                 )
         for number, (leaf, grad) in enumerate(zip(self._leaves, self._grads, strict=True)):

@@ -1,4 +1,4 @@
-"""Groups that lose ranks and go on: who is left, who comes back, and the new group.
+"""Groups that lose ranks and continue: who is left, who comes back, and the new group.
 
 - ``registers``: keys that keep the first value written, which outlives the writer;
 - ``consensus``: the protocol by which ranks agree on who is left, in steps, without a real clock,

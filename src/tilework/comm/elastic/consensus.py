@@ -43,7 +43,7 @@ class Participant:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a round of the agreement: the ranks that go on, and make the new group."""
+    """The decision of a round of the agreement: the ranks that continue, and make the new group."""
 
     #: The number of the round.
     round: int

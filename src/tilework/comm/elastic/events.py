@@ -1,4 +1,4 @@
-"""Events of a job whose ranks come and go: ranks tell them to the launcher."""
+"""Events of a job whose ranks come and go: ranks report them to the launcher."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tilework.store import Store
 
 
 def note_event(store: Store, kind: str, **facts: Any) -> None:
-    """Tell the launcher of an event through the store; do nothing if the store fails. Local."""
+    """Report an event to the launcher through the store; do nothing if the store fails. Local."""
     with contextlib.suppress(DistError, ValueError):
         TicketStore(store).note({"time": time.time(), "kind": kind, **facts})

@@ -56,7 +56,7 @@ class TicketStore(PrefixStore):
         self.append(_HANDLED, f"{ticket.token}\n")
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Tell the launcher that something has happened."""
+        """Inform the launcher of an event."""
         self.append(_EVENTS, f"{json.dumps(event)}\n")
 
     def events(self) -> list[dict[str, Any]]:

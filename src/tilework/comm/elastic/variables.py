@@ -6,5 +6,5 @@ from typing import Final
 
 #: Set for a process in the seat of a rank that died: it joins the existing group.
 REJOIN_VARIABLE: Final = "TILEWORK_REJOIN"
-#: The fewest ranks that the job may go on with.
+#: The fewest ranks that the job may continue with.
 MIN_RANKS_VARIABLE: Final = "TILEWORK_MIN_RANKS"

@@ -71,7 +71,7 @@ def while_looking(act: Callable[[], T], store: Store) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    context = copy_context()  # tells which rank this is
+    context = copy_context()  # knows which rank this is
     name = "tilework-wait"
     threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
     while True:

@@ -83,9 +83,9 @@ def is_send(entry: Entry) -> bool:
 
 
 def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
-    """For each rank that cannot go on, the waits that hold it up.
+    """For each rank that cannot continue, the waits that hold it up.
 
-    A rank with asynchronous operations in flight may be computing: the rank's stack tells which
+    A rank with asynchronous operations in flight may be computing: the rank's stack shows which
     operation, if any, the rank waits for. A wait that was given up counts as a wait.
     """
     by_rank: dict[int, list[Wait]] = {}

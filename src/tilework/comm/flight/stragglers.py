@@ -20,7 +20,7 @@ from tilework.comm.flight.ring import Entry
 RATIO: Final = 1.2
 #: this many seconds longer for each operation.
 LEAST_SECONDS: Final = 0.0005
-#: Fewer operations tell little.
+#: Fewer operations show little.
 LEAST_OPERATIONS: Final = 5
 
 

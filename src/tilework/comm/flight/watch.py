@@ -1,4 +1,4 @@
-"""SIGUSR1: have every rank of this process write its flight record, and go on.
+"""SIGUSR1: have every rank of this process write its flight record, and continue.
 
 A thread writes the record. Python's own signal handler in C wakes the thread through a pipe. So it
 works whatever the main thread is doing, also within native code that ignores signals.

@@ -312,7 +312,7 @@ def _member(group: Any) -> ProcessGroup:
     if isinstance(found, NonMember):
         raise ValueError(
             f"this rank is not in {found!r}, so there is no result here; call functional "
-            f"collectives on member ranks only (rank_not_in_group(group) tells)"
+            f"collectives on member ranks only (rank_not_in_group(group) shows which)"
         )
     return found
 

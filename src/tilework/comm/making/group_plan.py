@@ -161,7 +161,7 @@ def identity_on(config: BackendConfig) -> str:
 
 @contextlib.contextmanager
 def told_to_all(wait: GroupWait) -> Iterator[None]:
-    """If the block raises, tell the failure to all ranks that make the group.
+    """If the block raises, report the failure to all ranks that make the group.
 
     Raises:
         DistError: In the place of an OSError, MemoryError or RuntimeError of the block.
@@ -170,7 +170,7 @@ def told_to_all(wait: GroupWait) -> Iterator[None]:
         yield
     except DistNetworkError as error:
         raise wait.explain(error) from error
-    except StoreTimeoutError:  # the server does not answer: other ranks cannot be told
+    except StoreTimeoutError:  # the server does not answer: other ranks cannot be informed
         raise
     except DistError as error:
         wait.fail(error)

@@ -119,7 +119,7 @@ class RankWatch:
         return set(self._identities)
 
     def server_is_unknown(self) -> bool:
-        """True if rank 0, which may serve the store, has not told this rank an identity."""
+        """True if rank 0, which may serve the store, has not identified itself to this rank."""
         return self._rank != 0 and 0 not in self._identities
 
     def everyone(self) -> Collection[int]:
@@ -147,7 +147,7 @@ class RankWatch:
             return
         self.learn(self.roll())
 
-    # -- what the store, the launcher and the environment tell --------------------------------
+    # -- facts from the store, the launcher and the environment -------------------------------
 
     def _missed(self) -> set[int]:
         """Ranks known to have ended; empty if the last look was a moment ago."""

@@ -17,7 +17,7 @@ class _Calls(Counter[str]):
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
-    """Stop one rank in Python's debugger; the other ranks wait in a barrier until it goes on.
+    """Stop one rank in Python's debugger; the other ranks wait in a barrier until it continues.
 
     Collective over the default group; blocks. The rank needs a terminal as standard input:
     ``tilework run`` gives it to rank 0.
@@ -42,6 +42,6 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if calls[site] <= skip:
         return
     if get_rank() == rank:
-        print(f"rank {rank} stops at {site}: `up` goes there, `c` goes on", file=sys.stderr)
+        print(f"rank {rank} stops at {site}: `up` goes there, `c` continues", file=sys.stderr)
         pdb.set_trace()  # the purpose of this function
     barrier(timeout=None if timeout_s is None else timedelta(seconds=timeout_s))

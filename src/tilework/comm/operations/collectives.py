@@ -7,7 +7,7 @@ until this rank's part is done and returns None. With ``async_op=True`` it retur
 ``work.wait()`` returns.
 
 Arguments that are wrong by themselves raise ``ValueError`` or ``TypeError`` before anything has
-moved, and the group goes on. Three errors abort the group:
+moved, and the group stays usable. Three errors abort the group:
 :class:`~tilework.errors.CollectiveMismatchError` if ranks disagree,
 :class:`~tilework.errors.PeerLostError` if a rank died, and
 :class:`~tilework.errors.CollectiveTimeoutError` if a rank did not come in time.

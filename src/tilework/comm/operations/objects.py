@@ -7,7 +7,7 @@ only plain data and tensors. See docs/decisions/0004-pickle.md.
 
 The functions are collective like those of :mod:`.collectives`; all block. Objects must be
 picklable; ranks receive copies. If a rank cannot pickle the objects that it sends, or gives a list
-of another length than the group needs, all ranks that take part raise, and the group goes on.
+of another length than the group needs, all ranks that take part raise, and the group stays usable.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def check_tensor(value: Any, name: str) -> Tensor:
 
 
 def awaited(tensor: Tensor) -> Tensor:
-    """The tensor inside a functional collective's result (also torch's); else ``tensor``.
+    """The tensor inside the result of a functional collective, also of torch; else ``tensor``.
 
     Blocks until the collective is done.
     """

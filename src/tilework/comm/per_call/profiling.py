@@ -5,7 +5,7 @@ event at the start, and an event ``tilework:wait all_reduce (8 bytes)`` during a
 ``record_shapes=True`` the event also has the tensors, and as arguments the bytes, the group and the
 group's size. Without a profiler an operation only reads one flag.
 
-:func:`listening` tells of the same operations without a profiler.
+:func:`listening` reports the same operations without a profiler.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _change(listeners: Callable[[], None]) -> None:
 
 
 def tell_listeners(kind: str) -> None:
-    """Tell this rank's listeners of a collective that begins."""
+    """Inform this rank's listeners of a collective that begins."""
     if _listeners and not is_hidden():
         world = current_world()
         for listener, tell in tuple(_listeners):

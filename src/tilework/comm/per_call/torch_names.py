@@ -18,7 +18,7 @@ def torch_names(
     """A decorator that lets calls use torch's names of parameters, besides the function's own.
 
     Args:
-        ignored: Parameters of torch's that mean nothing here, with the permitted value, or a
+        ignored: torch's parameters that mean nothing here, with the permitted value, or a
             function that is true for permitted values.
         names: Names of parameters here, by torch's names.
 

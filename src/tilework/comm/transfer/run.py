@@ -179,7 +179,7 @@ def _dtype_of(tensors: Sequence[Tensor], given: torch.dtype | None) -> torch.dty
     dtype = tensors[0].dtype if tensors else given
     if dtype is None:
         raise ValueError(
-            "a rank without tiles and out must be told the dtype of the others' tiles: pass dtype"
+            "a rank without tiles and out does not know the dtype of the others' tiles: pass dtype"
         )
     if given not in (None, dtype):
         raise ValueError(

@@ -2,8 +2,8 @@
 
 All ranks learn that they run the same plan on the same dtype, whether every rank's memory fits one
 collective unchanged, and the largest number of rounds that a rank needs. If a check fails on one
-rank, all ranks raise, nothing has moved, and the group goes on. The agreement costs microseconds;
-ranks exchange words only after a failure (``comm.agreement``).
+rank, all ranks raise, nothing has moved, and the group stays usable. The agreement costs
+microseconds; ranks exchange words only after a failure (``comm.agreement``).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class GroupWait:
     ranks: Sequence[int]
     #: A store that only the ranks of this group use.
     store: Store
-    #: The watch over the job's ranks; None: only ``groups`` tell of lost ranks.
+    #: The watch over the job's ranks; None: only ``groups`` know of lost ranks.
     watch: RankWatch | None = None
     #: This rank's groups, the default group first.
     groups: Sequence[ProcessGroup] = ()
@@ -112,10 +112,10 @@ class GroupWait:
         self._next_look = time.monotonic() + self._pause
 
     def fail(self, error: BaseException) -> DistError | None:
-        """Tell the other ranks why this rank cannot make the group. Never raises.
+        """Report to the other ranks why this rank cannot make the group. Never raises.
 
         Returns:
-            The error that another rank has told before; None if this rank is the first.
+            The error that another rank has reported before; None if this rank is the first.
         """
         kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
@@ -161,8 +161,8 @@ class GroupWait:
         return here
 
     def without_means(self, error: Exception) -> DistBackendError:
-        """Tell all ranks that this rank cannot make the group, because the system or torch raised
-        ``error``; return the error to raise.
+        """Report to all ranks that this rank cannot make the group, since the system or torch
+        raised ``error``; return the error to raise.
         """
         failed = lack_of_means(self.me, f"its end of group {self.name!r}", error)
         self.fail(failed)
@@ -241,7 +241,7 @@ class GroupWait:
 
     def _check_stuck(self, missing: Collection[int], now: float) -> None:
         """Raise if an awaited rank waits for this rank in another operation, and has done so for
-        some time: neither can go on.
+        some time: neither can continue.
         """
         before, self._stuck = self._stuck, {}
         for group in self.groups:
@@ -269,7 +269,7 @@ class GroupWait:
         raise error
 
     def _told(self, error: DistBackendError) -> DistError:
-        """Tell all ranks of a failure; returns the first error told, which all raise."""
+        """Report a failure to all ranks; returns the first reported error, which all raise."""
         first = self.fail(error)
         return error if first is None or type(first) is DistStoreError else first
 

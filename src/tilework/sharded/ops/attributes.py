@@ -118,10 +118,10 @@ _VALUE_READERS = [getattr(Tensor, name) for name in ("item", "tolist", "numpy", 
 
 # -- gradients and data ------------------------------------------------------------------------
 
-# A type checker takes these for the values, not for the properties.
+# A type checker reads these as the values, not as the properties.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
-_SHARDED_ALIKE = "expected a ShardedTensor that is sharded alike"
+_SHARDED_ALIKE = "expected a ShardedTensor with the same sharding"
 
 
 def of_graph(func: Callable[..., Any]) -> Handler:
@@ -207,7 +207,7 @@ def _tiles_and_gradients(
         if gradient is None:
             raise RuntimeError(
                 f"grad can be implicitly created only for scalar outputs: this tensor has shape "
-                f"{tuple(tensor.shape)}; reduce it (sum()) or give a gradient that is sharded alike"
+                f"{tuple(tensor.shape)}; reduce it (sum()) or give a gradient of the same sharding"
             )
         tiles += graph_tiles(tensor)
         tile_gradients += _tiles_alike(torch.autograd.backward, tensor, gradient)

@@ -40,7 +40,7 @@ from tilework.tiled.rules import dim_at
 T = TypeVar("T")
 
 OTHER_LAYOUT = (
-    "both must be sharded alike, on the same ranks: reshard one to the other's sharding_spec()"
+    "both must have equal shardings on the same ranks: reshard one to the other's sharding_spec()"
 )
 
 

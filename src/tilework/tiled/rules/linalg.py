@@ -102,7 +102,7 @@ def _solution(
     missing = A.ndim - B.ndim
 
     def run(A: Tensor, B: Tensor) -> Any:
-        """Solve with dims added to B: torch then takes B for a matrix, not for vectors."""
+        """Solve with dims added to B: torch then reads B as a matrix, not as vectors."""
         return function(A, B[(None,) * missing], left=left)
 
     return match_pattern(

@@ -68,7 +68,7 @@ def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleR
 
     def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:
         local = tuple(map(ranges.local_size, afters))
-        # A layout that knows the full tensor's strides has told whether this is a view.
+        # A layout that knows the full tensor's strides has decided if this is a view.
         if copies or hasattr(input.layout, "strides"):
             return lambda x: x.reshape(local)
         return lambda x: x.view(local)
