@@ -235,7 +235,7 @@ def _record(
 def _code_of(
     graph: Graph, name: str, known: StepRecord | None, ranks: VotingRanks
 ) -> tuple[ProgramCode, list[Any]]:
-    """The code of a pass, that of a known record if there is one; and the pass's constants."""
+    """The code of a pass (of a known record if possible), and the constants of the pass."""
     skeleton = take_apart(graph, [])
     if known is not None and known.code.skeleton.fits(skeleton):
         known.code.join(skeleton)

@@ -232,7 +232,7 @@ class Program(Generic[P, T]):
     def _recorded(
         self, call: StepCall, known: Sequence[ProgramCode]
     ) -> tuple[StepRecord | None, Any]:
-        """Record a call. Where it fails with floats as inputs, let each value have a record."""
+        """Record a call. If that fails with floats as inputs, make a record for each value."""
         checks, compiles = self._check not in (False, "never"), self._backend == "inductor"
         how = Recording(self._ranks, checks, compiles, known, sorted(self._numbers), self._places)
         if self._has_fixed_floats:

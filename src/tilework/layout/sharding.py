@@ -236,9 +236,9 @@ def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
 
 
 def normal_order(count: int, splits: Sequence[Splits]) -> Ints | None:
-    """The order in which ``count`` axes shard, as the splits say; None if it is 0, 1, 2 and so on.
+    """The order of ``count`` axes in the normal form; None if it is 0, 1, 2 and so on.
 
-    Axes that share no dim may shard in any order: the normal form keeps them in place.
+    Axes of one dim have the order of the splits; all other axes keep their places.
     """
     order = list(range(count))
     for of_dim in splits:

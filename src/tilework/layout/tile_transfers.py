@@ -181,11 +181,11 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
 
 @lru_cache(maxsize=32)
 def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
-    """For each rank, the number of the copy of the source that it is part of.
+    """For each rank, the number of the copy of the source to which the tiles of the rank belong.
 
-    A rank's place among the owners of a tile is the number of the copy. None if ranks are not
-    arranged in copies: not all tiles have equally many owners, above one, or ranks that share a
-    tile differ in other tiles that they hold before or afterwards.
+    The number is the rank's place among the owners of a tile. None if ranks are not arranged in
+    copies. They are if all source tiles have equally many owners, at least two, and if among the
+    owners of a target tile those with equal source tiles are one rank of each copy.
     """
     filled = [tile for tile in source.tiles if not tile.box.empty]
     count = len(filled[0].owners) if filled else 1

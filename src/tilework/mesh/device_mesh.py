@@ -268,8 +268,7 @@ def find_or_make(
 ) -> DeviceMesh:
     """The mesh for unpickling: this rank's mesh of the same content, else a new mesh.
 
-    A part of a mesh that this rank has need not have been taken before. To make a new mesh is
-    collective over all ranks.
+    It may be a part of a mesh that this rank has. Making a new mesh is collective over all ranks.
     """
     spec = MeshSpec(tuple(shape), tuple(ranks), None if names is None else tuple(names))
     meshes = current_world().state(MeshesOfRank).known

@@ -1,9 +1,9 @@
 """Functions of torch, transformers and peft that take a model's state, for models of tilework.
 
-``torch.distributed.checkpoint.state_dict`` gathers and cuts only torch's DTensors. It takes any
-other tensor for a whole one, without asking the tensor: sharded tensors of tilework would silently
-stay sharded. All public functions of the module end in one of four functions, which get the model
-and the options. These four now look at the model first.
+``torch.distributed.checkpoint.state_dict`` gathers and cuts only torch's DTensors. It treats any
+other tensor as whole, without asking it: sharded tensors of tilework would silently stay sharded.
+All public functions of the module end in one of four functions, which get the model and the
+options. These four now look at the model first.
 
 ``save_pretrained`` of transformers and of peft takes the memory of each tensor, on the first rank
 alone. For a model of tilework the tensors are gathered first, on all ranks.

@@ -1,8 +1,8 @@
-"""The ranks that were started beside this one: processes with the same parent, and a rank each.
+"""The ranks that were started beside this rank: processes with the same parent.
 
-A shell, a script, or a launcher that does not report the ends of ranks has started the processes.
-Each has the rank in the environment, where the system shows it from the start. So the ranks that
-have seen a process notice when it ends, even before that rank has talked to anybody.
+They were started by a shell, a script, or a launcher that does not report the ends of ranks. The
+system shows the environment of each process, with the rank, from the start. So ranks notice the end
+of a process that they have seen, even if that rank has never sent a message.
 """
 
 from __future__ import annotations

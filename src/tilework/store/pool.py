@@ -158,8 +158,8 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._all: set[Channel] = set()
-        #: Those of them that nobody asks on, kept for what their end means to the server; and what
-        #: it is told when this pool is closed in order.
+        #: Channels without requests, kept open because the server acts when they end; and the last
+        #: message to the server if this pool is closed in order.
         self._held: dict[Channel, bytes] = {}
         watch_forks(self)
 

@@ -66,7 +66,7 @@ def pack(record: LogRecord) -> bytes:
 
 
 def record_bytes(header: bytes) -> int:
-    """Bytes of the record that begins with ``header`` (12 bytes or more), header included."""
+    """The size in bytes of the record with ``header`` (12 bytes or more), header included."""
     size, _, check = _HEADER.unpack_from(header)
     if zlib.crc32(header[:8]) != check:
         raise DamagedLogError("a record's header fails its checksum")

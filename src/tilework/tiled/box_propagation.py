@@ -214,7 +214,7 @@ def _restrict(
 
 
 def _squeezed_into(mapped: FactorMap, tiling: Tiling) -> Dim:
-    """The factor for a dropped dim of size 1, which is empty where the tile is."""
+    """The factor that a tile leaves empty if it is empty along a dropped dim of size 1."""
     results = [math.prod(shape_of(dims)) for dims in mapped.outputs]
     if not mapped.rearranges or results != [math.prod(tiling.shape)]:
         return ()

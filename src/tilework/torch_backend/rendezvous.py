@@ -20,10 +20,10 @@ _held: list[Store] = []
 
 
 def install_env_rendezvous() -> None:
-    """Make torch's ``env://`` meet as tilework's ``env://`` does, where variables are not set.
+    """Let torch's ``env://`` find the ranks as tilework's does, where variables are not set.
 
-    Without RANK that finds the ranks of mpirun, or says how to start the program: ``accelerate
-    launch --cpu`` sets MASTER_ADDR alone, and starts a single process.
+    Without RANK it uses mpirun's variables, or raises an error that says how to start the program:
+    ``accelerate launch --cpu`` sets MASTER_ADDR alone, and starts a single process.
     """
     name_master()
     theirs = _handlers["env"]

@@ -109,8 +109,8 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
     def get_future(self) -> _Future:
         """A future of the output tensors; if the operation fails, torch's C++ code sees that, too.
 
-        A future that Python code fails looks complete to C++, and DDP's reducer would take the
-        exception for gradients. A future fails everywhere if a callback raises, as a RuntimeError
+        A future that Python code fails looks complete to C++, and DDP's reducer would read the
+        exception as gradients. A future fails everywhere if a callback raises, as a RuntimeError
         with the error's name and text. Therefore the future here is that of a callback that raises
         the error.
         """

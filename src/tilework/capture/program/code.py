@@ -1,4 +1,4 @@
-"""The code of a program: what records that differ in constants alone share."""
+"""The code of a program, shared by records that differ only in constants."""
 
 from __future__ import annotations
 

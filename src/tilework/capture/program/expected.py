@@ -8,7 +8,7 @@ from tilework.errors import CaptureError
 
 
 class Unexpected(CaptureError):
-    """A value on which the recorded call has branched is another value in this call."""
+    """A value on which the recorded call has branched differs in this call."""
 
 
 class Expected:

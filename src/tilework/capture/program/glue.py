@@ -145,7 +145,7 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
 
 
 def _checks_of(source: _Source, name: str, place: StatePlace, value: Any) -> Iterator[str]:
-    """Conditions that a place has a constant; ``name`` is for the value that is there."""
+    """Conditions that a place holds a constant; ``name`` names the value found there."""
     if place.how == "length" and not value:
         yield f"not {source.name(place.owner)}"
     elif value is None or isinstance(value, bool):

@@ -53,7 +53,7 @@ def merge_collectives(graph: Graph) -> Graph:
 
 
 def _key_of(each: Instruction) -> Any:
-    """A key that all_reduces have in common which may be merged; None: not to be merged."""
+    """A key: all_reduces with equal keys may be merged. None: not to be merged."""
     call = each.function
     if not isinstance(call, GroupCall) or call.method != "allreduce" or call.is_async:
         return None

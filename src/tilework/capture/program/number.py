@@ -69,11 +69,11 @@ class NumberBook:
 
 
 class NumberError(CaptureError):
-    """Python does something with a number of a program that the program cannot do again."""
+    """Python does something with a Number that a program cannot repeat."""
 
 
 class WrongNumberError(NumberError):
-    """A record with numbers in it gives something else than the step, which has run.
+    """A record with Numbers gives another result than the step, which has run.
 
     Args:
         wrong: The value that differs.

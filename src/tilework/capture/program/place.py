@@ -59,7 +59,7 @@ class StatePlace(NamedTuple):
             setattr(self.owner, self.key, value)
 
     def put_back(self, then: Any) -> None:
-        """Undo a change: let this place have what it had, and a container the items it had."""
+        """Undo a change: restore the object at this place, and the items of a container."""
         with suppress(LookupError):
             if self.how != "grad" and self.get() is then:
                 return

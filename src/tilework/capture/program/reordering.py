@@ -61,11 +61,11 @@ class HeldBack:
         self._all.add(touched)
 
     def meet(self, touched: Touched) -> bool:
-        """True if an instruction that touches this must come after those held back."""
+        """True if an instruction that touches this must come after a held instruction."""
         return self._all.meet(touched)
 
     def release(self, touched: Touched | None = None) -> list[Instruction]:
-        """Take out what must come before an instruction that touches this; None: everything."""
+        """Release the instructions that must precede an access of ``touched``; None: all."""
         needed, free, need = [], [], Touched()
         need.add(touched or self._all)
         for each, own in reversed(self._items):
@@ -81,11 +81,11 @@ class HeldBack:
 
 
 def is_barrier(each: Instruction) -> bool:
-    """True for a comparison of a value: nothing may be in flight where a call is undone."""
+    """True for a check of a value: if it fails, the call is undone, so nothing may be in flight."""
     return isinstance(each.function, Expected)
 
 
 def up_to_backward(graph: Graph) -> int:
-    """The position of the border to a backward pass whose inputs may share memory in any way."""
+    """The number of instructions before the backward pass, whose inputs may share memory."""
     found = (i for i, each in enumerate(graph.instructions) if each.function is BOUNDARY)
     return next(found, len(graph.instructions))

@@ -97,7 +97,7 @@ def compare_program(
 
 
 def digest_offsets(graph: Graph) -> list[int]:
-    """For each instruction, what a collective or message adds to the digest of a call.
+    """For each instruction, the number that it adds to a call's digest.
 
     Collectives of a group are numbered in order, and messages of two ranks in order: so both ranks
     of a message have one number.
@@ -144,7 +144,7 @@ def _refuse_different(every: list[list[str]], ranks: Sequence[int], name: str) -
 
 
 def _refuse_unpaired(every: list[list[Any]], ranks: Sequence[int], name: str) -> None:
-    """Compare each rank's messages to another with what the other receives from the rank."""
+    """Check that each rank receives the messages that other ranks send to it."""
     for source, target in permutations(range(len(every)), 2):
         out = [x[2:5] for x in every[source] if x[:2] == ("send", target)]
         into = [x[2:5] for x in every[target] if x[:2] == ("recv", source)]

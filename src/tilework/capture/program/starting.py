@@ -25,9 +25,9 @@ def start_early(graph: Graph) -> Graph:
 
     A collective starts right after the instructions that it needs, and ends right before the first
     instruction that needs it; this instruction moves behind those that do not. Collectives keep
-    their order, also those of several groups. Left as they are: collectives below 256 KiB, those
-    that have as little work beside them, on CPUs those of ranks without a second core each, and
-    programs that would need 64 MiB more.
+    their order, also those of several groups. The pass leaves alone collectives below 256 KiB,
+    collectives with as little work beside them, and on CPUs all collectives unless each rank has a
+    second core. It leaves a program alone that would need 64 MiB more.
     """
     if not any(map(_may_start, graph.instructions)):
         return graph
@@ -50,7 +50,7 @@ def _may_start(each: Instruction) -> bool:
 
 
 def _starting_early(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The instructions, with those before a collective that it does not need behind it."""
+    """The instructions, where each collective precedes the operators that it does not need."""
     between = HeldBack()
     for each in instructions:
         touched = Touched(each)

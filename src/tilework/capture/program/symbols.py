@@ -1,4 +1,4 @@
-"""Inputs of a program of several sizes for a compiler that knows symbols."""
+"""Symbols for sizes, with which a compiler compiles a program once for several sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilework.capture.program.graph import Hole
 
 
 class Symbols:
-    """Symbols for a program's holes in torch's compiler, and what the compiler has assumed of them.
+    """The symbols of a program's holes in torch's compiler, and the compiler's assumptions.
 
     Integers that are equal in the example share a symbol, and so must those of any other record.
     Other constants must be the same.
@@ -48,7 +48,7 @@ class Symbols:
         return self._nodes[value] if _is_size(value) else value
 
     def tensor(self, like: Tensor, shape: Sequence[int | Hole] = ()) -> Tensor:
-        """A fake tensor, without elements, that the compiler takes as an example of an input.
+        """A fake tensor (without elements): the compiler's example of an input.
 
         Args:
             like: A tensor of the program in the example.
@@ -67,7 +67,7 @@ class Symbols:
         return tracing(TracingContext(self._mode))
 
     def hold(self, values: Sequence[Any]) -> bool:
-        """True if all that the compiler has assumed of the constants is true of ``values``."""
+        """True if the compiler's assumptions hold for the constants ``values``."""
         known: dict[Any, int] = {}
         for value, mine in zip(values, self._values, strict=True):
             if not (_is_size(value) and _is_size(mine)):

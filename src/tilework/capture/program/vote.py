@@ -43,7 +43,7 @@ class HasPrograms(Protocol):
 
 
 class _OwnersOfRank:
-    """A rank's objects with programs, which outlive no group."""
+    """A rank's objects with programs; they forget the programs when the groups end."""
 
     def __init__(self) -> None:
         self.owners: WeakSet[HasPrograms] = WeakSet()

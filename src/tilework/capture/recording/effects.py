@@ -269,7 +269,7 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 
 
 def layouts_of_others(graph: Graph, places: StatePlaces) -> Iterator[tuple[StatePlace, Any]]:
-    """Conditions that tensors which no operator reads have the shapes and dtypes that they have."""
+    """Conditions that tensors which no operator reads keep their shapes and dtypes."""
     inputs = {id(each.tensor) for each in graph.inputs}
     written = {identity_of(place) for place, _ in graph.places}
     for place, tensor in places.slots:
@@ -299,8 +299,8 @@ def refuse_snapshots(graph: Graph, leaves: Sequence[Any]) -> None:
 def memory_of_dtensors(after: StatePlaces) -> Iterator[tuple[StatePlace, Any]]:
     """Conditions that DTensors to which the step refers keep their memory.
 
-    Units of ``fully_shard`` read memory of their own, and look in each call of the step whether it
-    is still the parameters'.
+    Units of ``fully_shard`` read separate memory, and check in each call of the step that the
+    parameters still use it.
     """
     for place, tensor in after.slots:
         if tensor.__class__ is DTensor and place.how != "grad" and after.is_users(place):

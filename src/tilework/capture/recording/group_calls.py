@@ -41,7 +41,7 @@ _METHODS = (
 
 @contextmanager
 def paused() -> Iterator[CallRecorder | None]:
-    """Within the block this thread records nothing; gives the thread's recorder."""
+    """Pause this thread's recording within the block; gives the recorder."""
     before = set_recorder(None)
     try:
         yield before

@@ -93,7 +93,7 @@ class Inputs:
                     self.constants.append((place, value))
 
     def _replaces(self, place: StatePlace, text: str, is_of_optimizer: bool) -> bool:
-        """Make options of a value; False, and nothing is done, if it has not floats alone."""
+        """Make options of a value that consists of floats; False for any other value."""
         if self._varying is None:
             return False
         try:
@@ -132,7 +132,7 @@ class Inputs:
             )
 
     def lead_beyond(self, graph: Graph) -> bool:
-        """True if the step may hand other Numbers to C++ than options of optimizers."""
+        """True if the step may pass Numbers to C++ besides the options of optimizers."""
         if not all(each.is_of_optimizer for each in self.all):
             return True
         known = {id(each.number) for each in self.all if each.is_of_optimizer}

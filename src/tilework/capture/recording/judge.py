@@ -146,7 +146,7 @@ def all_have(flag: bool, record: StepRecord) -> bool:
 
 
 def reduce_deferred(places: StatePlaces) -> None:
-    """Reduce the gradients of DTensors now, whose reduction would wait until they are read."""
+    """Reduce now the gradients of DTensors that would be reduced when they are read."""
     for place, _ in places.slots:
         if place.how == "grad" and place.owner.__class__ is DTensor:
             deferred = deferred_grad(place.owner)
@@ -251,7 +251,7 @@ class _Comparison:
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the block, operators compute in float64 where they would in another float."""
+    """Within the block, operators compute in float64 instead of other floats."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

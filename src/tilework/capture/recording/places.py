@@ -139,7 +139,8 @@ class StatePlaces:
     def others_of(self, tensor: Tensor, path: StatePlace) -> list[StatePlace]:
         """Other places of the program with this tensor, as of tied weights.
 
-        Without containers of parameters, as clipping has: the place in the module counts.
+        The place in a module counts, but not the place in a container of parameters, as for
+        clipping.
         """
         is_parameter = tensor.is_leaf and tensor.requires_grad
         return [
@@ -184,7 +185,7 @@ class StatePlaces:
         return [each for each in self._kept if isinstance(each, kinds)]
 
     def generator(self, given: torch.Generator) -> torch.Generator | None:
-        """The step's generator that ``given``, an operator's object for a generator, stands for.
+        """The step's generator behind ``given``, the object that an operator got.
 
         None if there is none: the step has made the generator itself.
         """
@@ -370,13 +371,13 @@ def _is_program(found: Any) -> bool:
 
 
 def _is_named_only(found: Any) -> bool:
-    """True for an object of torch, such as a scheduler, which changes attributes for itself."""
+    """True for torch's own objects, such as schedulers: only attributes that code names count."""
     is_torchs = type(found).__module__.startswith("torch.")
     return is_torchs and not isinstance(found, Optimizer) and not _is_users(found)
 
 
 def _has_users_code(found: Any) -> bool:
-    """True for an object whose attributes no library reads: they count if the code names them."""
+    """True if only the user's code reads the attributes: those that it names count."""
     if isinstance(found, types.ModuleType | Tensor):
         return True
     kind = found if isinstance(found, type) else type(found)
@@ -388,7 +389,7 @@ def _has_users_code(found: Any) -> bool:
 
 
 def _name_of(place: StatePlace, found: Any) -> str | None:
-    """The name that code must contain to reach a place of ``found``; None if it needs no name."""
+    """The name by which code reads a place of ``found``; None if it reads it without a name."""
     if isinstance(found, type) and place.key in ("__init__", "__new__", "__post_init__"):
         return found.__name__
     if place.how == "length":  # of an object's attributes
@@ -421,12 +422,12 @@ def is_of_library(found: Any) -> bool:
 
 
 def _is_callable(value: Any) -> bool:
-    """True for what a wrapper of a library may hold of the user: functions, modules, optimizers."""
+    """True for a function, module or optimizer, which a wrapper may hold for the user."""
     return callable(value) or isinstance(value, Optimizer)
 
 
 def _is_searched(found: Any) -> bool:
-    """True unless an object has no parts that count; classes and Python modules are the user's."""
+    """True if an object has parts that count; of classes and Python modules, the user's have."""
     if isinstance(found, type | types.ModuleType):
         return is_users_class(found)
     return not isinstance(found, _LEAVES)
@@ -502,7 +503,7 @@ def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset(
 
 
 def _parts_of_class(found: Any, own: Any, dot: str) -> _Parts:
-    """Slots, and of a user's class the attributes, the methods, and whether names are new."""
+    """The values of slots; of a user's class also attributes, and which methods are hidden."""
     names = [x for x in _names_of_class(type(found)) if not x.startswith("__")]
     for name in {x: None for x in names if x not in (own or ())}:
         kept = inspect.getattr_static(type(found), name, None)

@@ -19,10 +19,10 @@ from tilework.errors import CaptureError
 
 
 def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
-    """By position of each argument that is a variable, too, a new tensor of the same memory.
+    """Aliases of arguments that are also variables of the step, by position.
 
-    In the recorded call an argument may be the same tensor as a variable, but not in later calls:
-    the recorder has to see which of the two an operator takes.
+    Later calls may pass another tensor, so the recorder must see which of the two an operator
+    reads.
     """
     result: dict[int, Any] = {}
     for number, leaf in enumerate(leaves):

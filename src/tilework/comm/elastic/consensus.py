@@ -74,12 +74,11 @@ class Builder(Protocol):
 def survive(
     participant: Participant, candidates: Collection[int], builder: Builder, rounds: int
 ) -> Steps[Decision]:
-    """Run rounds until the ranks that are left have made a group, or have gone on without this
-    rank.
+    """Run rounds until the remaining ranks have made a group, perhaps without this rank.
 
     Returns:
         The last round's decision. If this rank is a member, it has made the group; otherwise the
-        other ranks have gone on without it.
+        other ranks have continued without it.
 
     Raises:
         NoGroupError: No group was made in ``rounds`` rounds.
@@ -108,7 +107,7 @@ def decide(
 ) -> Steps[Decision]:
     """Arrive at a round, wait for the others, and agree on the ranks that have come.
 
-    The decision may lack this rank: then the others went on without it.
+    The decision may lack this rank: then the others continue without it.
 
     Args:
         participant: This rank.

@@ -90,7 +90,7 @@ def attached(value: Tensor, work: Work) -> AsyncTensor:
 
 
 class _Attach(torch.autograd.Function):
-    """In autograd, the step from ``value`` to the wrapper: passes gradients on to ``value``."""
+    """The autograd step from ``value`` to the wrapper, which passes gradients to ``value``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, work: Work) -> Tensor:

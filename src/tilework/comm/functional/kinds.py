@@ -30,7 +30,7 @@ Rank = Callable[[], int]
 
 
 class _Collective(FunctionalCollective):
-    """A collective whose adjoint is another one with the same arguments, as a sum."""
+    """A collective whose adjoint is another collective with equal arguments, as a sum."""
 
     #: The name of the adjoint collective.
     adjoint_name: ClassVar[str]

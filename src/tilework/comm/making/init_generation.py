@@ -30,7 +30,7 @@ class InitGeneration:
     def check(self) -> None:
         """Raise if two processes are the same rank. To be called repeatedly while waiting.
 
-        The process that came first, and still waits, sees that the rank came again. It tells the
+        The process that came first, and still waits, sees that the rank came again. It informs the
         ranks that wait with it, and the ranks that wait with the other process.
 
         Raises:

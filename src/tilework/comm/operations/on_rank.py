@@ -87,7 +87,7 @@ def _pickled_error(error: Exception) -> bytes:
 
 
 def _told(data: bytes, rank: int) -> Exception:
-    """The error to raise on this rank, for the error of ``fn`` on ``rank``, pickled in ``data``."""
+    """This rank's error for the error of ``fn`` on ``rank``, pickled in ``data``."""
     error, text = pickle.loads(data)
     if not isinstance(error, Exception):
         return RuntimeError(f"rank {rank}: {text}")

@@ -92,7 +92,7 @@ def is_hidden() -> bool:
 
 
 def refuse_count(name: str) -> None:
-    """Raise if this thread records: ``name``, the caller, does not do the same in each step.
+    """Raise if this thread records, because ``name``, the caller, differs from step to step.
 
     Raises:
         CaptureError: This thread records.

@@ -40,7 +40,7 @@ _followers: list[Callable[[bool], None]] = []
 
 
 def profiled() -> bool:
-    """True while a profiler of torch's runs in this process, or somebody listens."""
+    """True while torch's profiler runs in this process, or somebody listens."""
     return bool(_listeners) or bool(getattr(profiler, _FLAG, False))
 
 

@@ -109,7 +109,7 @@ class LocalTransfer:
 
 
 def moved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integer dtype of the size of ``dtype``; ``dtype`` itself if there is none."""
+    """The integer dtype as wide as ``dtype``; ``dtype`` itself if there is none."""
     return _INTEGER_OF_SIZE.get(dtype.itemsize, dtype)
 
 

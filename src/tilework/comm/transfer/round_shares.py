@@ -113,12 +113,7 @@ def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> list[Block
 
 
 def regions(box: Box, rounds: int) -> list[list[Box]]:
-    """Cut a box into ``rounds`` nearly equal regions in row-major order; a region has some boxes.
-
-    Example:
-        >>> [list(map(str, region)) for region in regions(Box((0, 0), (4, 2)), 2)]
-        [['[0:2, 0:2]'], ['[2:4, 0:2]']]
-    """
+    """Cut a box into ``rounds`` nearly equal regions in row-major order, each of a few boxes."""
     piece = Piece(box, 0, 0, 0, 0, 0)
     return [
         [_part_of(box, block) for part in share for block in blocks(box.sizes, *part[1:])]

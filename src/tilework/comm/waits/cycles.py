@@ -16,8 +16,8 @@ A rank publishes a :class:`WaitRecord` again and again: the operation that it wa
 ranks that it *holds up*, because they wait in an operation that it has not called. An edge of the
 graph needs both ends: one rank waits for another in an operation, and the other rank says that it
 has not called the operation, and waits itself. Nobody sees who waits for a message; there the other
-end is that the rank has no fitting message under way. A rank that is stopped, or that has gone on,
-is in no cycle, because no other rank can speak for it.
+end is that the rank has no fitting message under way. A rank that is stopped, or that waits no
+more, is in no cycle, because no other rank can speak for it.
 
 Ranks read records at different moments. The proof of a cycle is a moment at which all edges
 existed: each wait was seen before that moment, and each record tells of a time after it.

@@ -135,7 +135,7 @@ class GroupWait:
         """Leave the waiting ranks, once this rank knows that the wait is futile. Never raises.
 
         Rank 0, which may serve the store, stays for a moment, or until the others have heard of the
-        failure: otherwise they would take rank 0 for the lost rank.
+        failure: otherwise they would name rank 0 as the lost rank.
         """
         if self._is_cut_off:
             return

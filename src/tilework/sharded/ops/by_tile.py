@@ -160,7 +160,7 @@ class _Call:
         return self.func(*given, **named)
 
     def replicate_plain(self, group: ProcessGroup | NonMember) -> None:
-        """Make the gradients of plain tensors, which all ranks have, the sums over all tiles."""
+        """Sum the gradients of plain tensors, which all ranks have, over all tiles."""
         if self.plain and not isinstance(group, NonMember):
             copied = [copy_to_group(x, group) if x.requires_grad else x for x in self.plain]
             by_id = dict(zip(map(id, self.plain), copied, strict=True))
@@ -202,7 +202,7 @@ class _Plan:
         return call.on([zeros_after(x, _with_elements(x, tile, dims)) for x, tile, dims in inputs])
 
     def layout(self, tensor: ShardedTensor, output: int, result: Tensor) -> ResultLayout:
-        """The layout of a result, of which the result for one tile is given."""
+        """The layout of a result, from the result for one tile."""
         known = self.layouts.get((output, result.shape))
         if known is not None:
             return known
@@ -224,7 +224,7 @@ def _is_whole(dim: Dim) -> bool:
 
 
 def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[Dim]) -> list[int]:
-    """The sizes of a tile, where it is empty the least that a part with elements has."""
+    """The sizes of a tile, with 0 replaced by the smallest size of a part with elements."""
     each = zip(tile.shape, tensor.shape, dims, strict=True)
     return [
         n or (size if _is_whole(dim) else volume(dim[_outermost(dim) + 1 :]))
@@ -233,7 +233,7 @@ def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[Dim]) -> 
 
 
 def _outermost(dim: Dim) -> int:
-    """The place of the factor that tiles may have parts of."""
+    """The position in a dim of the outermost factor longer than 1: only this may be split."""
     return next((at for at, factor in enumerate(dim) if factor.size != 1), 0)
 
 

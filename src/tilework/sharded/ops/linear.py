@@ -126,7 +126,7 @@ def _columns_of(x: Tensor, columns: Sequence[tuple[int, int]]) -> Tensor:
 def _by_columns(
     received: Sequence[Tensor], rows: Sequence[int], columns: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
-    """All ranks' rows of each run of columns."""
+    """The rows of all ranks, for each run of columns."""
     by_rank = [
         part.split_with_sizes([count * n for _, n in columns])
         for part, count in zip(received, rows, strict=True)

@@ -105,7 +105,7 @@ def _summed(name: str, mean: bool = False) -> Reduce:
 
 
 def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    """The squares around each tile's mean, and the squares of the means around the total mean."""
+    """The variance, from squares around each tile's mean, and of these around the total mean."""
     kind, n = accumulation_dtype(dtype), tensor.numel()
     correction = options.get("correction")
     if correction is None:

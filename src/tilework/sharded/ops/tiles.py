@@ -45,18 +45,18 @@ OTHER_LAYOUT = (
 
 
 def no_elements(tensor: ShardedTensor, ndim: int = 1) -> Tensor:
-    """An empty tensor with a place in the graph after the tensor's tiles on this rank."""
+    """An empty tensor that depends, in the graph, on the tensor's tiles on this rank."""
     return emptied(graph_tiles(tensor)[0], ndim)
 
 
 def emptied(tile: Tensor, ndim: int) -> Tensor:
-    """An empty tensor of ``ndim`` dims with a place in the graph after the tile."""
+    """An empty tensor of ``ndim`` dims that depends, in the graph, on the tile."""
     flat = tile.reshape(-1)[:0]
     return flat.reshape((0,) * ndim) if ndim else flat.sum(dtype=tile.dtype)
 
 
 def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
-    """Zeros of the tensor's dtype, with a place in the graph after the tiles on this rank."""
+    """Zeros of the tensor's dtype that depend, in the graph, on the tiles on this rank."""
     zeros = torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
     if not tensor.requires_grad:
         return zeros
