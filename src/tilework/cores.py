@@ -142,8 +142,8 @@ class Topology:
 def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -> Topology:
     """The topology of the CPUs, read from sysfs.
 
-    A CPU of which sysfs does not tell the core is a core by itself; CPUs of which it does not tell
-    the memory node are on one node.
+    If sysfs does not show a CPU's core, the CPU is a core by itself; CPUs without a memory node
+    there are on one node.
 
     Args:
         root: The folder of ``sys``; for tests.

@@ -144,10 +144,7 @@ def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | Non
 
 
 def _neighbours(starts: list[int], ends: list[int]) -> tuple[int, int] | None:
-    """The numbers of two boxes that overlap, where boxes have a single dim; None if no two do.
-
-    If any two overlap, then two neighbours in the order of starts do.
-    """
+    """The numbers of two boxes that overlap in their single dim: neighbours by start."""
     order = sorted(range(len(starts)), key=starts.__getitem__)
     return next(((i, j) for i, j in pairwise(order) if ends[i] > starts[j]), None)
 
@@ -163,7 +160,7 @@ def _compare(spans: Spans, members: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _divide(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """Boxes before and after a dividing line, or both; None if no line leaves clearly fewer."""
+    """The boxes on each side of a line, crossing boxes on both; None if no line divides well."""
     count = len(members)
     best, fewest = None, 1.25 * count
     for starts, ends in spans:
@@ -180,7 +177,7 @@ def _divide(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]]
 
 
 class _Region(NamedTuple):
-    """A box-shaped region, and the boxes in it."""
+    """A region from ``lows`` to ``highs``, its boxes, and the dims that some boxes do not span."""
 
     members: Sequence[int]
     lows: list[int]
@@ -230,7 +227,7 @@ def cover_by_cuts(starts: Sequence[Column], ends: Sequence[Column]) -> bool:
 def _slabs(
     starts: Sequence[Column], ends: Sequence[Column], region: _Region
 ) -> list[_Region] | None:
-    """The slabs of a region, cut where no box is crossed; empty: uncut; None: a gap was found."""
+    """The slabs of a region, cut in the first possible dim; None if the boxes leave a gap."""
     for dim in region.dims:
         start, end = starts[dim], ends[dim]
         ordered = sorted(region.members, key=start.__getitem__)
@@ -371,11 +368,7 @@ class BoxColumns:
         return i, j
 
     def _corners_show_disjoint(self) -> bool:
-        """True if the boxes' corners prove that no two boxes overlap. False leaves it open.
-
-        If the boxes differ in two dims, the proof succeeds whenever no two overlap. In any other
-        number of dims it succeeds only if the boxes also fill their bounding box without a gap.
-        """
+        """True if corners prove the boxes disjoint; False leaves it open."""
         starts, ends = self._differing()
         if len(starts) != 2:
             return self.cover_their_bounds()
@@ -394,7 +387,7 @@ class BoxColumns:
         return self._grow(first_free(self.starts, self.ends, shape), shape)
 
     def _grow(self, first: list[int], shape: Ints) -> Box:
-        """The region without boxes that starts at the uncovered element ``first``."""
+        """The largest region without boxes from element ``first``, last dim first."""
         ends = [at + 1 for at in first]
         for dim in reversed(range(len(shape))):
             ends[dim] = shape[dim]

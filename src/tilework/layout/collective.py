@@ -110,7 +110,7 @@ class _Ends:
 
 
 def _only_tile(tiling: Tiling, rank: int) -> int | None:
-    """The only tile of a rank with elements, else the first; None if the rank holds no tile."""
+    """The index of a rank's only tile with elements, or of the first empty tile, or None."""
     tiles = tiling.of(rank)
     if len(tiles) > 1:
         tiles = tuple([i for i in tiles if not tiling.tiles[i].box.empty]) or tiles[:1]
@@ -119,11 +119,7 @@ def _only_tile(tiling: Tiling, rank: int) -> int | None:
 
 
 def _all_gather(ends: _Ends) -> tuple[Kind, Groups]:
-    """The groups of an all_gather or of a broadcast.
-
-    The members of a group need the same tile. In an all_gather each member holds another part of
-    the tile; in a broadcast one member holds all of it.
-    """
+    """The groups of an all_gather, or of a broadcast if one member holds the whole tile."""
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -154,7 +150,7 @@ def _gather(ends: _Ends) -> tuple[Kind, Groups]:
 
 
 def _from_one(ends: _Ends) -> Groups:
-    """The groups of a scatter from the rank that alone holds a tile; of a gather, if exchanged."""
+    """The groups of a scatter; for a gather, ``ends`` has source and target exchanged."""
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[int, set[int]] = defaultdict(set)
@@ -177,11 +173,7 @@ def _from_one(ends: _Ends) -> Groups:
 
 
 def _reduction(ends: _Ends) -> tuple[Kind, Groups]:
-    """The groups of an all_reduce or of a reduce_scatter.
-
-    The members of a group hold the same box, in all terms of the source between them. In an
-    all_reduce each member needs the whole box; in a reduce_scatter each needs another part of it.
-    """
+    """The groups, of equal boxes with all terms, of an all_reduce or reduce_scatter."""
     source, target = ends.source, ends.target
     _require(len(source.terms) > 1 and len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)

@@ -313,7 +313,7 @@ def mesh_tiling(
 
 
 def _spans(lengths: Ints) -> list[range]:
-    """For each axis, the indices of ranks that differ from the first one along this axis alone."""
+    """For each axis, the flat indices of ranks that differ from the first only along this axis."""
     spans, stride = [], 1
     for length in reversed(lengths):
         spans.append(range(0, stride * length, stride))

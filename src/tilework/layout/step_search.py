@@ -129,7 +129,7 @@ def most_moved(shape: Ints, lengths: Ints, source: ShardState, target: ShardStat
 def _extents_by_rank(
     extent: int, lengths: Ints, axes: Sequence[int], source: Splits, target: Splits
 ) -> list[Ints]:
-    """The sizes in one dim of a rank's shards before and afterwards, and of the overlap of both."""
+    """By coordinates along ``axes``: sizes of a shard before, after, and of the overlap."""
     (starts, sizes), (starts_after, sizes_after) = (
         shards_once(extent, lengths, splits) for splits in (source, target)
     )

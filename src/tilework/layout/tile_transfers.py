@@ -105,7 +105,7 @@ class TileTransfers:
                 yield Piece(part, src, dst, s, d, term)
 
     def _requests(self, s: int) -> list[tuple[int, int]]:
-        """The requests to source tile ``s``: pairs of a target tile and a rank that needs it."""
+        """The pairs (target tile, rank) that need a part of source tile ``s``."""
         tile, term = self.source.tiles[s], self.source.term_of(s)
         terms = (term,) if self.term_by_term else self.valued
         overlapping = [d for t in terms for d in self.target.overlapping(t, tile.box)]
@@ -203,7 +203,7 @@ def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
 
 
 def _split(box: Box, parts: int) -> list[Box]:
-    """The box, split into ``parts`` parts along the first dim that is long enough."""
+    """The box, split into ``parts`` along the first dim of at least ``parts`` elements."""
     if parts == 1:
         return [box]
     dim = next(d for d, size in enumerate(box.sizes) if size >= parts)

@@ -204,7 +204,7 @@ class DeviceMesh(MeshSlicing):
         return DeviceMesh.from_torch(mesh)
 
     def _part_in_torch(self) -> Any:
-        """The mesh of torch's on the same ranks, a part of the root's; None if there is none."""
+        """The part of torch's mesh on these ranks, if the root came from torch's mesh."""
         whole, names = self._flat_of or self, self.mesh_dim_names
         part = torch_part(self._root._torch, whole.mesh_dim_names)
         if part is None or names is None or whole is self:
@@ -228,7 +228,7 @@ class DeviceMesh(MeshSlicing):
     _get_or_create_default_group = _is_current_rank_part_of_mesh
 
     def _link(self, mesh: Any) -> None:
-        """Remember that torch's ``mesh`` has the same ranks, for to_torch() and from_torch()."""
+        """Remember torch's mesh on the same ranks, for :meth:`to_torch` and :meth:`from_torch`."""
         if self._torch is None:
             self._torch = mesh
         mesh._tilework_mesh = self
@@ -335,7 +335,7 @@ def mesh_or_current(mesh: Any) -> DeviceMesh:
 
     Raises:
         RuntimeError: ``mesh`` is None, and there is no ``with mesh:`` block.
-        TypeError: ``mesh`` is no mesh, or a mesh of torch's on groups of torch's own backends.
+        TypeError: ``mesh`` is no mesh, or a torch mesh on groups of torch's own backends.
     """
     if mesh is None:
         return current_mesh()

@@ -179,7 +179,7 @@ class MeshGrid(TorchMeshNames):
         return known[ranks]
 
     def _flattened(self, name: int | str | None) -> MeshGrid | None:
-        """The mesh that flatten() has made by ``name``; None if it is an axis, or there is none."""
+        """The mesh that flatten() has made by the name ``name``; None if it made none."""
         if not isinstance(name, str) or name in (self.mesh_dim_names or ()):
             return None
         made: MeshGrid | None = self._root._flat.get(name)

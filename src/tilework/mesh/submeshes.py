@@ -64,7 +64,7 @@ class MeshSlicing(MeshGrid):
         return tuple(wanted)
 
     def _part(self, names: Sequence[str]) -> MeshSpec:
-        """The spec of the part through this rank along axes, some perhaps made by flatten()."""
+        """The spec of the part through this rank along axes, some made by flatten()."""
         if all(self._flattened(name) is None for name in names):
             return self.spec.through(names, get_rank())
         for name in names:

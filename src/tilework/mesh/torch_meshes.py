@@ -1,4 +1,4 @@
-"""Meshes of torch.distributed's, and torch's underscored names for methods of meshes."""
+"""Meshes of torch.distributed, and torch's underscored names for methods of meshes."""
 
 from __future__ import annotations
 

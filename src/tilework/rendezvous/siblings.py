@@ -218,7 +218,7 @@ class MultiprocessingChildren:
         """The number of exactly ``size`` processes that ended without an identity; else 0."""
         came = {process_of(identity) for identity in identities}
         known = self._seen | ({self._root} & came)
-        # What a rank has started need not be ranks, unless one of them is.
+        # The processes that a rank has started need not be ranks, unless one of them is.
         if not came <= known or (self._root == self._own and came == {self._own}):
             return 0
         gone = len(known - self._here - came)

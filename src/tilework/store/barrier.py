@@ -110,7 +110,7 @@ class Barrier:
         self.store, self.group_name, self.count = store, group_name, count
         self._ranks = ranks
         self._message = message
-        #: What the last rank to come says.
+        #: The message of the last rank to come.
         self.told = b""
         self._arrived_key = f"store_based_barrier/{group_name}/arrived"
         self._done_key = f"store_based_barrier/{group_name}/done"

@@ -29,7 +29,7 @@ class PrefixStore(Store):
         if not isinstance(store, Store):
             raise TypeError(
                 f"PrefixStore(prefix, store) needs a tilework store, got {type(store).__name__}; "
-                "wrap one of torch's in TorchStoreAdapter"
+                "wrap a torch store in TorchStoreAdapter"
             )
         super().__init__(store.timeout)
         checks.key_bytes(prefix)

@@ -278,7 +278,7 @@ def _fork(program: _Program, rank: int, address: str, secret: bytes) -> _Child:
     sys.stderr.flush()
     with warnings.catch_warnings():
         # Newer Pythons warn of forking beside threads (torch has a pool). The child only uses
-        # one thread of torch's and none of Python's.
+        # a torch thread and no Python thread.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:

@@ -72,7 +72,7 @@ def _premul_sum(asked: Any) -> AnyReduceOp:
     factor = getattr(asked, "factor", None)
     if factor is None:
         raise NotImplementedError(
-            f"this torch ({torch.__version__}) does not tell the factor of a PREMUL_SUM to "
+            f"this torch ({torch.__version__}) does not pass the factor of a PREMUL_SUM to "
             f"backends written in Python: scale the tensor and use SUM"
         )
     return make_premul_sum(factor)
@@ -139,7 +139,7 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce_scatter_single",
     "alltoall_single": "all_to_all_single",
 }
-#: What a mean of integers carries in place of a provenance digest.
+#: Stands for a provenance digest in the headers of means of integers.
 _MEAN = 0x6D65616E
 #: The integers that torch divides.
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -215,11 +215,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._handed_out: deque[AnyWork] = deque()
 
     def _kept(self, result: Any) -> Any:
-        """Return ``result``, and keep it alive where torch's C++ code would lose the Python part.
-
-        Up to torch 2.6 the C++ caller of an operation does not hold the Python part of a Work, and
-        waits forever for a Work without it.
-        """
+        """Keep ``result`` alive: up to torch 2.6, C++ loses the Python part of a Work."""
         if _LOSES_WORKS and isinstance(result, _c10d.Work):
             works = self._handed_out
             works.append(result)
@@ -239,10 +235,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         start: Callable[[], Work | None],
         finish: Callable[[], None] | None = None,
     ) -> AnyWork:
-        """Start operation ``name`` of tilework's group, which fills ``outputs``; return a Work.
-
-        ``finish`` runs once the operation has filled them, before any wait returns.
-        """
+        """Start operation ``name``; ``finish`` runs before any wait for it returns."""
         for output in outputs:
             if output.grad_fn is not None:
                 name_writer(output, name)
@@ -255,11 +248,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return ours
 
     def _collective(self, form: Form, args: Sequence[Any], opts: Any) -> AnyWork:
-        """Run a collective with the arguments of torch's backends.
-
-        A mean of integers is the sum divided, without the fraction: such is NCCL's, which programs
-        expect of every backend but Gloo.
-        """
+        """Run a collective for torch; a mean of integers drops the fraction."""
         (operation,) = form.operations(args)
         if form.root:
             operation.root = self._group.group_ranks[self._global(root(opts))]
@@ -466,7 +455,7 @@ for _new, _former in _FORMER_NAMES.items():
 
 
 def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
-    """The group for ``request``, with a backend that suits all ranks. Collective."""
+    """Make tilework's group for ``request``. Collective over the group's ranks."""
     rank, size, timeout = request.group_rank, request.group_size, request.timeout
     ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
     store = TorchStoreAdapter(request.store, timeout)

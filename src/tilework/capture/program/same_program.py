@@ -26,7 +26,7 @@ from tilework.errors import CaptureError
 
 #: The kind of a message, the other rank in the group, tag, dtype, elements and line.
 _Message = tuple[str, int, Any, str, int, str]
-#: What the digests of messages add to those of collectives.
+#: Added to the digests of messages, to differ from collectives.
 _MESSAGES = 1 << 40
 
 

@@ -54,7 +54,7 @@ _users = 0
 #: The blocks in which compiled functions run as they are, and what puts the stance back.
 _uncompiled = 0
 _stance: Any = None
-#: What was replaced: the owner, the name, and the function.
+#: The replaced functions: owner, name, function.
 _originals: list[tuple[Any, str, Any]] = []
 
 

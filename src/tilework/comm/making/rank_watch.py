@@ -4,7 +4,7 @@ A rank's first act in the job's store is to write an identity. The rank also ask
 store's server to append a key when the connection closes, if the server can. So waiting ranks learn
 that the rank has ended: from the system on the same host, from that key on other hosts.
 
-A rank may end before it writes an identity. Then others may know: the launcher, which tells the
+A rank may end before it writes an identity. Then others may know: the launcher, which informs the
 store; the store, if each rank has made one (``store.arrivals``); the system, if ranks have numbers
 in their environment, or are as many as the processes that were started together
 (:mod:`~tilework.rendezvous.siblings`).
@@ -127,7 +127,7 @@ class RankWatch:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def close(self) -> None:
-        """Stop taking part: ranks that still watch will not take the end of this rank for a loss.
+        """Stop taking part: ranks that still watch will not count the end of this rank as a loss.
         Idempotent.
         """
         revoke, self._revoke = self._revoke, None

@@ -50,7 +50,7 @@ _PLAIN = {
 Report = tuple[str, str]
 #: Pickles of objects or reports of an error, and the error.
 _Pickles = tuple[list[Tensor], Exception | None]
-#: What a report begins with, and no pickle does.
+#: The beginning of a report; no pickle begins so.
 _FAILED = b"failed"
 
 #: Error classes that every rank raises unchanged; other errors become a RuntimeError on other
