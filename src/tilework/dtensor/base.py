@@ -197,9 +197,9 @@ class Memory:
     """Counts of writes, and other records, of the memory that a tensor shares with views of it.
 
     Args:
-        root: The record of the memory, if torch counts the writes of the tensors that have this
-            record apart, as for ``data`` and for copies; None: this is the record.
-        shows: What the elements were copied from, if a view had to move them.
+        root: The record of the memory, if torch counts writes to the tensors with this record
+            separately, as for ``data`` and for copies; None: this is the record.
+        shows: The source of the elements, if a view had to move them.
     """
 
     #: The number of writes, those included that torch does not count; and the last one.
@@ -221,7 +221,7 @@ class Memory:
         self.root, self.shows = root, shows
 
     def counting_on(self, before: Memory) -> Memory:
-        """This record, of a tensor that had another one before: torch's own count continues."""
+        """This record, for a tensor that had another record: torch's own count continues."""
         self.written_at, self.taken = before.written_at, before.taken
         return self
 
@@ -318,7 +318,7 @@ def grads_of(tensor: DTensorBase) -> GradRecord:
 
 
 def own_memory(tensor: DTensorBase) -> Memory:
-    """The record that a tensor shares with those whose writes torch counts together with its own.
+    """The record of a tensor, shared with tensors whose writes torch counts together.
 
     Made if there is none.
     """
@@ -329,7 +329,7 @@ def own_memory(tensor: DTensorBase) -> Memory:
 
 
 def memory_of(tensor: DTensorBase) -> Memory:
-    """The memory that a tensor would show, were it plain. A copy counts as what it is a view of."""
+    """The memory that a tensor would show if it were plain; for a copy, the memory of the base."""
     memory = own_memory(tensor)
     return memory if memory.root is None else memory.root
 
@@ -340,9 +340,9 @@ def is_moved(tensor: DTensorBase) -> bool:
 
 
 def owner_of(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that has the memory of a view; the tensor itself if there is no other one.
+    """The tensor that has the memory of a view; the tensor itself if there is no other.
 
-    If that was given other data or dims since, the first view of the memory that is left.
+    If that tensor has got other data or dims since, the first remaining view of the memory.
     """
     while (viewed := tensor._viewed) is not None and viewed[0]._spec is viewed[1]:
         tensor = viewed[0]
@@ -387,7 +387,7 @@ def writes_to(base: DTensorBase) -> int:
 
 
 def is_stale(tensor: DTensorBase) -> bool:
-    """True for a copy of elements of a base that does not have the values of the base any more."""
+    """True for a copy of elements of a base if the base has other values now."""
     shown = own_memory(tensor).shows
     return shown is not None and (
         is_stale(shown.base)

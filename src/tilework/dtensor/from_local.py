@@ -1,4 +1,4 @@
-"""The layout of the tensor that the ranks' local tensors are shards of."""
+"""The layout of the tensor of which the ranks' local tensors are shards."""
 
 from __future__ import annotations
 
@@ -99,11 +99,7 @@ def _outside(
     shape: Sequence[int] | None,
     order: Sequence[int] | None,
 ) -> DTensorSpec:
-    """The layout on a rank outside the mesh, which does not learn the global shape.
-
-    The rank assumes even shards of the shape of ``local``. That is right if all ranks make local
-    tensors of the same shape. A rank outside the mesh computes nothing with the layout.
-    """
+    """The layout on a rank outside the mesh, which assumes even shards like ``local``."""
     if shape is None:
         shape = shape_of_equals(local, mesh, placements)
     return spec_of(mesh, placements, shape, order)

@@ -110,13 +110,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 
 def _hook(name: str, what: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The user's hook as a function of module, inputs or outputs, and mesh; None if there is none.
-
-    Args:
-        name: The name of the argument of ``distribute_module``, for errors.
-        what: "inputs" or "outputs".
-        function: The user's hook. A hook of two arguments, without module, is deprecated.
-    """
+    """The user's hook as a function of module, inputs or outputs, and mesh; None without any."""
     if function is None:
         return None
     if not callable(function):
@@ -166,12 +160,12 @@ def _replica(tensor: Tensor, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, T
 def module_to_torch(module: nn.Module) -> nn.Module:
     """Convert a module's DTensors to torch.distributed.tensor's, and return it. In place; local.
 
-    Parameters, buffers and gradients keep their memory. Operators that meet torch's DTensors
-    beside this library's convert torch's, with gradients. A module that
+    Parameters, buffers and gradients keep their memory. Operators that get DTensors of both
+    libraries convert torch's DTensors, with gradients. A module that
     :func:`~tilework.parallel.parallelize_module` has prepared runs as before, while torch's
     ``fully_shard`` and ``torch.distributed.checkpoint`` find parameters that they know.
 
-    The mesh should have come from a mesh of torch's (:meth:`DeviceMesh.from_torch`), since
+    The mesh should have come from a torch mesh (:meth:`DeviceMesh.from_torch`), since
     ``fully_shard`` needs a mesh that contains both the axis that it shards along and the axes of
     the DTensors. For a mesh of tilework's own, torch's mesh is made; that is collective
     (:meth:`DeviceMesh.to_torch`).
@@ -194,7 +188,7 @@ def module_to_torch(module: nn.Module) -> nn.Module:
 
 
 def module_from_torch(module: nn.Module) -> nn.Module:
-    """Convert a module's DTensors of torch's to this library's, and return it. In place; local.
+    """Convert a module's torch DTensors to this library's DTensors; return it. In place; local.
 
     Parameters become new tensors: make optimizers, hooks and attributes of parameters afterwards.
 

@@ -44,12 +44,7 @@ _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 
 
 def _surround_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Have the step itself run on the twin, inside all hooks that the program registered.
-
-    Hooks may read and write options and states. torch calls hooks for all optimizers outside of the
-    hooks of a single optimizer. Therefore ``_step_on_twin`` becomes the last hook of the optimizer
-    before the step, and ``_keep_states`` the first after the step.
-    """
+    """Have the step run on the twin, within all hooks: by the last hook and the first after."""
     if type(optimizer) in ELEMENTWISE and _has_dtensors(optimizer):
         _place_hook(optimizer._optimizer_step_pre_hooks, _step_on_twin, last=True)
         _place_hook(optimizer._optimizer_step_post_hooks, _keep_states, last=False)
@@ -89,10 +84,7 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
-    """Give the twin the optimizer's options, and the local tensors of parameters and states.
-
-    If some tensor does not allow a local step, the twin gets the DTensors themselves.
-    """
+    """Give the twin options and local tensors, or DTensors if these allow no local step."""
     twin.__dict__ = {**optimizer.__dict__}  # without what GradScaler has deleted since
     of_locals = _on_locals(optimizer)
     if of_locals is not None:
@@ -103,10 +95,7 @@ def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
 def _on_locals(
     optimizer: Optimizer,
 ) -> tuple[list[dict[str, Any]], defaultdict[Tensor, Any]] | None:
-    """The parameter groups and the states of an optimizer, with local tensors for DTensors.
-
-    None if some tensor does not allow a step on local tensors.
-    """
+    """The parameter groups and states with local tensors; None if one allows no local step."""
     states: defaultdict[Tensor, Any] = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:

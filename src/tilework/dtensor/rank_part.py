@@ -1,12 +1,12 @@
-"""Plain tensors that differ on each rank, as parts of one, in operators between parallel modules.
+"""Plain tensors that are ranks' parts of one tensor, in operators between parallel modules.
 
-A module of a plan hands out the local tensor of a sharded output, and plain operators go on with
-the local tensor: activations, a norm of each attention head. Other operands of these operators (a
-plain parameter, or a tensor that is the same on all ranks) meet another part on each rank. The
-gradient of such an operand is a sum over the ranks, and each rank computes one term. A
-:class:`RankPart` is such a local tensor. It finds these plain operands, and adds up their gradients
-in backward. The result of an operator on a part is a part. The chain ends at the next module of the
-plan, which takes the part as a shard.
+A module of a plan hands out the local tensor of a sharded output, and plain operators use the local
+tensor: activations, a norm of each attention head. Other operands of these operators (a plain
+parameter, or a tensor that is the same on all ranks) meet another part on each rank. The gradient
+of such an operand is a sum over the ranks, and each rank computes one term. A :class:`RankPart` is
+such a local tensor. It finds these plain operands, and adds up their gradients in backward. The
+result of an operator on a part is a part. The chain ends at the next module of the plan, which
+takes the part as a shard.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _Text:
 
     def __str__(self) -> str:
         return (
-            f"the gradient of a plain tensor, {self._kind}, which all ranks have alike and which "
+            f"the gradient of a plain tensor, {self._kind}, which all ranks have, and which "
             f"meets each rank's part {OF_A_DTENSOR}"
         )
 

@@ -66,11 +66,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def _ways_to_call(operator: Any) -> list[Any]:
-    """All objects by which a program may call an operator.
-
-    For an overload: the overload, and if it is the default, the name without overload. For a name
-    without overload: that name, and all overloads.
-    """
+    """All objects by which a program may call an operator: its overloads and name."""
     if isinstance(operator, torch._ops.OpOverload):
         packet = operator.overloadpacket
         return [operator, packet] if packet.default is operator else [operator]

@@ -10,7 +10,7 @@ from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 def show(tensor: DTensor) -> None:
     """Print a tensor's layout: a picture of which rank holds which part, and a table of the ranks.
 
-    Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) labels tell
+    Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) labels show
     who holds a part: with ``0, 1`` ranks 0 and 1 hold copies of the part, and with ``0+1`` they
     hold partial values, whose reduction is the part.
 

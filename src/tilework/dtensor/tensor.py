@@ -198,14 +198,14 @@ class DTensor(DTensorBase):
 
     @staticmethod
     def from_torch(tensor: Any) -> DTensor:
-        """Convert a DTensor of torch.distributed.tensor's to one of this library's. Local.
+        """Convert a torch.distributed.tensor DTensor to a DTensor of this library. Local.
 
         Shares memory; gradients flow back. The mesh is :meth:`DeviceMesh.from_torch` of torch's
-        mesh. Operators on DTensors convert DTensors of torch's by themselves.
+        mesh. Operators on DTensors convert torch DTensors by themselves.
 
         Raises:
-            TypeError: ``tensor`` is not a DTensor of torch's, the groups are on torch's backends,
-                or this library has no such placement.
+            TypeError: ``tensor`` is not a torch DTensor, the groups are on torch's backends, or
+                this library has no such placement.
             ValueError: torch's DTensor was made of uneven parts, or splits dims otherwise; or
                 ranks do not ascend along an axis of the mesh.
         """
@@ -223,9 +223,9 @@ class DTensor(DTensorBase):
         return wrap(gradients.entering(local, spec, None), spec)
 
     def to_torch(self) -> Any:
-        """This tensor as a DTensor of torch's, in the same memory. Gradients flow back.
+        """This tensor as a torch DTensor, in the same memory. Gradients flow back.
 
-        Local, except for the first call on a mesh that did not come from torch's: see
+        Local, except for the first call on a mesh that did not come from torch: see
         :meth:`DeviceMesh.to_torch`. A write to one of the two shows in the other. torch refuses a
         write that the graph would record, as for the result of torch's ``to_local()``.
 

@@ -26,7 +26,7 @@ from tilework.tiled import Handler
 
 
 def is_torch_dtensor(value: Any) -> bool:
-    """True for a DTensor of torch.distributed.tensor's."""
+    """True for a DTensor of torch.distributed.tensor."""
     kind = type(value)
     return isinstance(value, Tensor) and any(
         base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
@@ -35,16 +35,16 @@ def is_torch_dtensor(value: Any) -> bool:
 
 
 def refuse_torch_dtensor(value: Any, function: str) -> None:
-    """Raise TypeError for a DTensor of torch.distributed.tensor's."""
+    """Raise TypeError for a DTensor of torch.distributed.tensor."""
     if is_torch_dtensor(value):
         raise TypeError(
             f"{function} got a DTensor of torch.distributed.tensor's: DTensor.from_torch(tensor) "
-            f"makes it one of tilework's, in the same memory, and to_torch() the other way round"
+            f"makes it a tilework DTensor, in the same memory; to_torch() converts back"
         )
 
 
 def is_of_torch_distributed(func: Any) -> bool:
-    """True for a function of torch.distributed's, or an operator that it calls."""
+    """True for a torch.distributed function, or an operator that such a function calls."""
     module: str = getattr(func, "__module__", None) or ""
     namespace: str = getattr(func, "namespace", None) or ""
     return module.startswith("torch.distributed") or namespace in (
@@ -53,10 +53,10 @@ def is_of_torch_distributed(func: Any) -> bool:
 
 
 def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
-    """Raise TypeError for a function of torch.distributed's that got a DTensor."""
+    """Raise TypeError for a torch.distributed function that got a DTensor."""
     name = getattr(func, "__name__", str(func))
     raise TypeError(
-        f"{name} of torch.distributed's got a DTensor of tilework's: to_torch() makes it one of "
+        f"{name} of torch.distributed got a tilework DTensor: to_torch() makes it one of "
         f"torch.distributed.tensor's, in the same memory, and to_local() gives its local tensor"
     )
 
@@ -64,9 +64,8 @@ def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
 def refuse_within_torch(func: Any, handler: Handler) -> Handler:
     """A handler of an operator that raises TypeError if certain torch functions make the call.
 
-    These functions of torch.distributed's would take a DTensor for a local tensor: ``from_local``
-    would nest two DTensors, and ``fully_shard`` would cut the full tensor. Other calls go to
-    ``handler``.
+    These torch.distributed functions would treat a DTensor as a local tensor: ``from_local`` would
+    nest two DTensors, and ``fully_shard`` would cut the full tensor. Other calls go to ``handler``.
     """
     if func not in _BEGINNINGS:
         return handler
@@ -78,7 +77,7 @@ def refuse_within_torch(func: Any, handler: Handler) -> Handler:
             frame = frame.f_back
         if frame is not None and frame.f_globals.get("__name__", "").startswith(module):
             raise TypeError(
-                f"{name} of torch.distributed's got a DTensor of tilework's: {remedy}, in the same "
+                f"{name} of torch.distributed got a tilework DTensor: {remedy}, in the same "
                 f"memory, and to_local() gives a tensor's local part"
             )
         return handler(func, args, kwargs)
@@ -102,7 +101,7 @@ _BEGINNINGS: dict[Any, tuple[str, str, str]] = {
 
 
 def spec_from_torch(tensor: Any) -> DTensorSpec:
-    """The layout of a DTensor of torch's. Local.
+    """The layout of a torch DTensor. Local.
 
     Raises:
         TypeError: The mesh is on groups of torch's own, or this library has no such placement.
@@ -174,7 +173,7 @@ def _native(placement: Any, tensor: Any) -> Placement:
 
 
 def local_from_torch(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor of torch's, at the DTensor's place in the graph."""
+    """The local tensor of a torch DTensor, at the DTensor's place in the graph."""
     return awaited_in_graph(tensor.to_local())
 
 
@@ -203,10 +202,10 @@ class _Awaited(LocalFunction):
 
 
 def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Sequence[Any]) -> Any:
-    """The DTensor of torch's with this local tensor, at the same place in the graph.
+    """The torch DTensor with this local tensor, at the same place in the graph.
 
-    A write of torch's to it counts as a write to the local tensor: moved views made before raise,
-    and a backward that needs the overwritten values raises.
+    A write to it by torch counts as a write to the local tensor: moved views made before raise, and
+    a backward that needs the overwritten values raises.
 
     Args:
         local: The local tensor.
@@ -228,11 +227,7 @@ def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Se
 
 
 class _ToTorch(LocalFunction):
-    """The identity of a DTensor of torch's that shares the count of writes of the local tensor.
-
-    torch refuses a write to the result that the graph would record, as for torch's
-    ``to_local()``: the local tensor would keep the old place in the graph.
-    """
+    """The identity to torch's DTensor, with the count of writes; refuses writes in the graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, local: Tensor) -> Any:
@@ -244,11 +239,7 @@ class _ToTorch(LocalFunction):
 
 
 def _counted_as(owner: Tensor, tensor: Any) -> Any:
-    """The tensor, detached, with the count of writes of ``owner``, which has the same memory.
-
-    torch's operators write to local tensors below the level that counts writes. The result of
-    ``owner.detach()`` shares the count of ``owner``, even if a mode substitutes that result.
-    """
+    """The detached tensor with the write count of ``owner``, which has the same memory."""
     with _Giving(tensor):
         return owner.detach()
 
@@ -268,7 +259,7 @@ class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def torch_placements(spec: DTensorSpec) -> list[Any]:
-    """The placements of torch's for a layout.
+    """The placements of torch for a layout.
 
     Raises:
         ValueError: torch has no placements for the layout.

@@ -1,6 +1,6 @@
 """Comparison of parameters and gradients between ranks: on request, and after optimizer steps.
 
-Two things are compared. Digests tell whether ranks have computed a tensor in the same way
+Two things are compared. Digests show whether ranks have computed a tensor in the same way
 (``provenance/``). If a tensor is replicated, the elements must be equal, too: ranks exchange hashes
 of the elements. If the hashes differ, ranks compare the elements themselves, since values that each
 rank computes in another order may differ in the last bits.
@@ -40,7 +40,7 @@ _STEPS, _OFTEN, _LATER_STEPS = 4, 64, 16
 #: only every ``_QUICK_STEPS``-th is compared.
 _QUICK, _QUICK_STEPS = 2e-3, 64
 _NEXT_STEP = (
-    "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
+    "; all ranks of a mesh have to compute the same with replicated values: look for data that "
     "each rank has loaded or drawn by itself (plain tensors count as replicated along all axes of "
     "the mesh, except in modules of parallelize_module: make a DTensor of Shard(0) of them, with "
     "from_local), and for branches, numbers or steps that differ by rank."
@@ -83,8 +83,8 @@ def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -
     Raises:
         CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. The error names
             the tensor and the ranks.
-        TypeError: ``what`` is neither a module nor tensors, or has a DTensor of
-            torch.distributed.tensor's.
+        TypeError: ``what`` is neither a module nor tensors, or has a torch.distributed.tensor
+        DTensor.
 
     Example:
         >>> import torch
@@ -161,10 +161,7 @@ _COUNT, _COMPARED = "_tilework_steps", "_tilework_compared"
 
 
 class _Compared(NamedTuple):
-    """The last and the next comparison of an optimizer's parameters.
-
-    The numbers of steps are the same on all ranks.
-    """
+    """The steps of the last and the next comparison, equal on all ranks."""
 
     #: The number of the optimizer step after which parameters were compared last.
     step: int
@@ -179,8 +176,8 @@ def compare_after_step(optimizer: Optimizer) -> None:
 
     The count of steps decides, which is the same on all ranks. The full mode compares after all
     steps. The sampled mode compares after the first four, every fourth up to the 64th and every
-    16th later; every 64th if steps take less than two milliseconds, which ranks tell each other
-    when they compare.
+    16th later; every 64th if steps take less than two milliseconds, which ranks exchange when they
+    compare.
 
     Raises:
         CollectiveMismatchError: Parameters differ between ranks; on every rank.
@@ -225,17 +222,7 @@ def _steps_until(step: int, last: _Compared | None) -> int:
 
 
 def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool, more: int) -> int:
-    """Compare one hash of everything; if it differs, compare each parameter. Collective.
-
-    Args:
-        optimizer: The parameters' optimizer.
-        params: The parameters.
-        full: True if all elements are hashed.
-        more: The number of steps until the next comparison that this rank suggests.
-
-    Returns:
-        The least number that a rank suggests.
-    """
+    """Compare one hash, then each parameter if it differs; return the next interval."""
     mesh = params[0]._spec.mesh
     group = mesh.axes_group(range(mesh.ndim))
     digest = hash(tuple([digest_of(param) for param in params]))

@@ -1,8 +1,9 @@
 """Gradients of expanded tensors that are then sharded: summed, instead of gathered and summed.
 
-``cls.expand(rows, -1, -1)`` of a replicated tensor is equal rows on each rank. An operator that
-needs them sharded takes each rank's own. Their gradient would be gathered, for ``expand`` to sum
-all rows on each rank. Here each rank sums local rows, and the sums are reduced: one row's bytes.
+``cls.expand(rows, -1, -1)`` of a replicated tensor gives all ranks equal rows. An operator that
+needs sharded rows takes a part of them on each rank. The gradient would be gathered, and ``expand``
+would sum all rows on each rank. Here each rank sums the local rows, and only the sums are reduced:
+the bytes of one row.
 
 ``expand`` gets the whole sum in the first row, and nothing in others. So this is done only while
 nobody looks at the gradient of the expanded tensor itself.
@@ -31,7 +32,7 @@ from tilework.layout import Replicate, Shard
 
 @dataclass(eq=False)
 class WatchedGrads:
-    """The local tensors whose gradients are asked for by one rank's backward passes under way."""
+    """The local tensors whose gradients a rank's running backward passes were asked for."""
 
     tensors: list[Tensor] = field(default_factory=list)
 

@@ -63,7 +63,7 @@ def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Ten
 
 
 def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] | None) -> Tensor:
-    """A local tensor that becomes a DTensor's, in the same memory.
+    """The local tensor of a new DTensor, in the memory of ``local``.
 
     A leaf stays a leaf: the result is computed from it, and may be written to in place. For torch
     the result is not a view, since torch forbids writes to views of leaves.
@@ -169,7 +169,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
 
 
 def _keep_base(tensor: DTensorBase, value: DTensorBase) -> None:
-    """Give a copy of elements of ``tensor``, which becomes its data, another base. Local."""
+    """Before ``value`` becomes the data of ``tensor``, let copies in it refer to another base."""
     while is_moved(value):
         shown: Any = own_memory(value).shows
         if shown.base is tensor:
@@ -219,13 +219,7 @@ def check_no_leaf(tensor: DTensorBase) -> None:
 
 
 def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
-    """Raise if ``tensor.data = value`` would mix gradients of the old and new elements. Local.
-
-    Args:
-        tensor: The tensor.
-        value: The tensor whose data it is to get.
-        used: True if results of ``tensor`` wait for gradients: see :func:`_is_in_graph`.
-    """
+    """Refuse ``tensor.data = value`` that mixes gradients of old and new elements."""
     if moved_views.is_view(tensor):
         raise RuntimeError(
             f"{tensor!r} is a view, and cannot be given other data: torch's graph would still take "
@@ -332,15 +326,7 @@ def autograd_backward(
 
 
 class _Pass:
-    """A context for a backward pass, with a digest of the tensors and gradients where it begins.
-
-    The digest goes into the digests of the gradients that the pass computes.
-
-    Args:
-        outs: The tensors at which the pass begins.
-        grads: Their gradients.
-        accumulates: True if the pass adds to the ``grad`` of leaves.
-    """
+    """A context for a backward pass, whose gradients get a digest of the pass's start."""
 
     __slots__ = ("accumulates", "before", "counts", "digest")
 
@@ -364,10 +350,7 @@ class _Pass:
 
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """The local tensors at which a backward pass starts, each with the gradient given for it.
-
-    DTensors whose mesh does not contain this rank are left out.
-    """
+    """The local tensors where a backward pass starts, with gradients; none on ranks outside."""
     grads = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
     if len(grads) < len(outs):
         raise RuntimeError(f"got {len(outs)} tensors and {len(grads)} gradients: pass one for each")
@@ -472,7 +455,7 @@ def register_post_accumulate_grad_hook(
     hook before the accumulation therefore notes whether there is a gradient.
 
     Returns:
-        What removes the hook again, by ``remove()``.
+        The handle, whose ``remove()`` removes the hook.
     """
     if (reduce := deferred_grad(tensor)) is not None:  # of passes before: not for this hook
         reduce()
@@ -554,10 +537,7 @@ def autograd_grad(
 
 
 def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
-    """The local tensor that gets a tensor's gradient, and the layout there.
-
-    For a plain tensor, the tensor itself and None.
-    """
+    """The local tensor that gets a tensor's gradient, and the layout (None for a plain one)."""
     if not isinstance(tensor, DTensorBase):
         return tensor, None
     local_of(tensor)

@@ -139,14 +139,11 @@ def grad_fn_of(tensor: DTensorBase) -> Any:
 
 
 def _linked(tensor: DTensorBase) -> Tensor:
-    """The local tensor of a result of a user's own autograd.Function, linked to the Function.
-
-    C++ put the Function into the graph of the wrappers, where no gradient would ever come.
-    """
+    """The local tensor of a user's Function's result, linked to the Function in the graph."""
     with _WithoutInterception():
         node = _grad_fn_of(tensor)
         is_made_leaf = node is None and _flag_of(tensor)
-    if is_made_leaf:  # of what a nested checkpoint has taken, where it computes anew
+    if is_made_leaf:  # of an input of a nested checkpoint that recomputes
         tensor._local_tensor.requires_grad_()
     if node is None:
         return tensor._local_tensor
@@ -197,11 +194,7 @@ def _result(tensor: DTensorBase, node: Any) -> _Result:
 
 
 class _Result(NamedTuple):
-    """A result of a user's own autograd.Function: the edge in the wrappers' graph, and the layout.
-
-    The layout is that of the call: operators in place may change the tensor's. ``following`` is
-    computed from the result: in torch 2.6 an edge alone keeps no Function's node in memory.
-    """
+    """A user's Function's result: edge and layout in the call; ``following`` keeps the node."""
 
     edge: torch.autograd.graph.GradientEdge
     following: Tensor
@@ -211,11 +204,7 @@ class _Result(NamedTuple):
 
 
 def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
-    """The leaves of the wrappers' graph that a node was computed from, with the place of each.
-
-    Returns:
-        The places by leaf, and a list of the nodes on the way that are not leaves.
-    """
+    """The places of the leaves that a node was computed from, and the nodes on the way."""
     places: dict[DTensorBase, Place] = {}
     seen, todo = set(), [node]
     while todo:
@@ -246,11 +235,7 @@ class _Following(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """The identity whose backward crosses into the wrappers' graph, and returns at the leaves.
-
-    A gradient comes in from the graph of local tensors, passes through the user's own Functions in
-    the wrappers' graph, and goes on in the graph of local tensors.
-    """
+    """The identity, whose backward crosses into the wrappers' graph and returns at the leaves."""
 
     @staticmethod
     def forward(
@@ -303,10 +288,7 @@ class _Link(torch.autograd.Function):
 def _passed(
     roots: dict[torch.autograd.graph.GradientEdge, DTensorBase], leaves: Sequence[DTensorBase]
 ) -> Sequence[Tensor | None]:
-    """The gradients of ``leaves`` after a backward pass through the wrappers' graph.
-
-    The pass starts with the gradients of results in ``roots``.
-    """
+    """The gradients of ``leaves`` after a backward pass from ``roots`` through the wrappers."""
     engine: Any = torch.autograd.Variable._execution_engine
     if torch.is_grad_enabled():  # to be differentiated further
         grads: Sequence[Tensor | None] = engine.run_backward(
@@ -361,7 +343,7 @@ def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
 
 
 def check_kept(ctx: Any) -> None:
-    """Raise, as torch does, in a second backward pass if the first was not to keep the graph.
+    """Refuse a second backward pass, as torch does, unless the first pass kept the graph.
 
     The wrappers' graph itself is always kept, for other results of the Functions. Functions that
     saved no tensors may run again.

@@ -167,12 +167,12 @@ def alias_local(
     of: Moved = UNKNOWN,
     leaf: DTensorBase | None = None,
 ) -> Tensor:
-    """An alias of a local tensor: the gradient comes in as ``partial`` and goes on as ``reduced``.
+    """An alias of a local tensor: the gradient arrives as ``partial`` and leaves as ``reduced``.
 
     Args:
         local: The local tensor.
         partial: The layout of the gradient that comes in.
-        reduced: The layout of the gradient that goes on.
+        reduced: The layout of the gradient that leaves.
         of: The provenance of the tensor.
         leaf: The tensor, if it is a leaf: it may be written to before the gradient comes.
     """

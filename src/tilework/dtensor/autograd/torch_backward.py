@@ -30,7 +30,7 @@ def asks_classes() -> bool:
     backward: Any = torch.autograd.backward
     try:
         backward(_Asked())
-    except TypeError:  # it is taken for a sequence of tensors
+    except TypeError:  # torch reads it as a sequence of tensors
         return False
     return True
 

@@ -243,11 +243,7 @@ def _drawn(
 
 
 def _wrapped(local: Tensor, spec: DTensorSpec, requires_grad: bool, digest: int) -> DTensor:
-    """The DTensor of layout ``spec`` from a local tensor of the layout ``spec.dual``.
-
-    The two differ if ``spec`` is partial: the values are then turned into partial values.
-    ``digest`` says which function made the tensor.
-    """
+    """The DTensor of ``spec`` from a local tensor of ``spec.dual``; ``digest`` names the maker."""
     if spec.takes_part:
         local = redistribute_local(local, spec.dual, spec)
     digest = hash((digest, spec.digest))

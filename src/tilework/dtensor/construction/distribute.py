@@ -115,11 +115,7 @@ def _checked(
     order: Sequence[int] | None,
     src_data_rank: int | None,
 ) -> tuple[DTensorSpec | None, dict[str, Any]]:
-    """The layout (None for a DTensor that has it), and facts that ranks compare except ``_OWN``.
-
-    Raises:
-        Exception: As :func:`distribute_tensor`.
-    """
+    """The layout (None: the DTensor has it), and the facts that ranks compare."""
     _check_plain(tensor, mesh, placements)
     if isinstance(tensor, DTensor):
         _check_layout(tensor, mesh, placements, order)
@@ -197,12 +193,7 @@ def _source(mesh: DeviceMesh, index: int) -> int:
 
 
 def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
-    """This rank's shard of the tensor ``full`` that global rank ``source`` has.
-
-    If ``source`` is None, each rank cuts the shard from the rank's own ``full``.
-
-    With ``meta`` the shard is on the meta device, without values, and nothing is sent.
-    """
+    """This rank's shard of ``full`` on rank ``source`` (None: on each); ``meta``: no values."""
     dual, mesh = spec.dual, spec.mesh
     shape = (spec if meta else dual).local_shape
     strides = row_major(shape)

@@ -178,7 +178,7 @@ def warn_gather(
         raise NotImplementedError(f"{text}; strict() forbids this")
     recorder.warned.add(key)
     warn_user(
-        f"{text} (told once; {_REMEDIES[why]})",
+        f"{text} (shown once; {_REMEDIES[why]})",
         GatherWarning,
         specs[0].mesh,
     )

@@ -307,7 +307,7 @@ _MOST_SHARDINGS = 1 << 14
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The result of a function of torch's with DTensors among the arguments."""
+    """The result of a torch function with DTensors among the arguments."""
     handler = HANDLERS.get(func)
     if handler is None:
         handler = HANDLERS[func] = _handler(func)
@@ -424,18 +424,7 @@ class Operator:
         graded: bool,
         requires_grad: bool,
     ) -> Any:
-        """The result of a call, after all arguments were read except those by name.
-
-        Args:
-            func: torch's function, then the arguments.
-            key: The key so far.
-            tensors: Tensors among the arguments so far.
-            locals_: The arguments, with the local tensors of those that are DTensors.
-            seeds: What the digest of the result is made of: first the sharding's, not known yet.
-            as_is: True if each tensor is a DTensor, and an argument by itself.
-            graded: True if gradients are on.
-            requires_grad: True if a local tensor requires a gradient.
-        """
+        """The result of a call, after all arguments but the named ones were read."""
         local_kwargs = kwargs
         if kwargs:
             kwargs, local_kwargs, *named = self._read_named(kwargs, key, tensors, seeds)
@@ -476,12 +465,7 @@ class Operator:
     def _read_named(
         self, kwargs: Kwargs, key: list[Any], tensors: list[Tensor], seeds: list[Any]
     ) -> tuple[Kwargs, Kwargs, bool, bool]:
-        """Add the named arguments to the key, and to ``tensors`` and ``seeds``.
-
-        Returns:
-            The named arguments in order; the same with local tensors; True if each tensor among
-            them is a DTensor and an argument by itself; True if a local tensor requires a gradient.
-        """
+        """Read the named arguments; return them, also as local tensors, and two flags."""
         if len(kwargs) > 1:
             kwargs = in_order(kwargs, self._parameters)
         local_kwargs, as_is, requires_grad = dict(kwargs), True, False

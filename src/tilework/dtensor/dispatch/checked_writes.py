@@ -71,7 +71,7 @@ def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> No
 
     Args:
         name: The operator.
-        target: What it changes.
+        target: The tensor that it changes.
         others: The operator's other arguments.
     """
     if target._viewed is None or not torch.is_grad_enabled():
@@ -86,10 +86,7 @@ def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> No
 
 
 def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
-    """The way a view was made, if the graph of the base would therefore not see a write to it.
-
-    "" if the graph sees the write, or if neither the base nor an operand requires a gradient.
-    """
+    """The way a view was made, if the base's graph would miss a write to it; else ""."""
     made, graded = "", False
     target = view
     while (base := base_in_graph(view)) is not None:
@@ -145,8 +142,8 @@ def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -
 
     Args:
         name: The operator.
-        target: What it writes.
-        other: What it reads.
+        target: The tensor that it writes.
+        other: The tensor that it reads.
         out: True if the target is a result that was passed as ``out=``.
     """
     if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):

@@ -146,10 +146,7 @@ def _wrapped_like(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 @dtensor_handler("_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients in place, as ``GradScaler`` does. Collective over the gradients' meshes.
-
-    If a rank finds infinity or NaN, ``found_inf`` is set on all ranks.
-    """
+    """Unscale gradients as ``GradScaler`` does; all ranks get ``found_inf``. Collective."""
     grads, found_inf, scale = args
     if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
         raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
@@ -163,10 +160,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
-    """Raise, before anything is written, if torch would refuse to write to a target.
-
-    The first list has the targets, and the others the operands.
-    """
+    """Raise before any write if torch would refuse to write to a target (first list)."""
     plain = _plain_name(name)
     for at, target in enumerate(lists[0]):
         others = [its[at] for its in lists[1:] if at < len(its)]
@@ -186,10 +180,7 @@ def _check_number(name: str, args: Sequence[Any]) -> None:
 
 
 def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """True if a gradient is recorded for a tensor that stands for a number: all ranks add to it.
-
-    Such tensors are arguments by themselves, or plain tensors in a list after the first.
-    """
+    """True if a tensor that stands for a number gets a gradient: all ranks add to it."""
     if not torch.is_grad_enabled():
         return False
     numbers = [
@@ -222,11 +213,7 @@ def _is_list(arg: Any) -> bool:
 
 
 def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | None:
-    """The layout at each place of the lists (None: plain tensors).
-
-    None for all if the tensors at a place differ in layout, if a target is partial, or if the lists
-    differ in length.
-    """
+    """The layout at each place of the lists; None if layouts at a place differ, or lengths."""
     specs: list[DTensorSpec | None] = [
         tensor._spec if tensor.__class__ is DTensor else None for tensor in lists[0]
     ]

@@ -437,7 +437,7 @@ class Ways:
                 result = draw_alike(call.mesh, call.func, *args, **kwargs)
         else:
             result = call.func(*args, **kwargs)
-        # What it has written to copies is written to the tensors, but for what it returns.
+        # Writes to copies are repeated on the tensors, except for the result.
         first = 1 if self.in_place and result is not None else 0
         for number, tensor in enumerate(call.tensors[first:], first):
             layout, local = sharding.inputs[number], locals_[number]
@@ -465,10 +465,7 @@ def _root_requires_grad(local: Tensor) -> bool:
 
 
 def _as_overloads_give(func: Any, tensors: tuple[Any, ...]) -> Any:
-    """Several results as operators of ``torch.ops`` return them: in a list or a plain tuple.
-
-    Functions such as ``torch.max`` return named tuples instead.
-    """
+    """Several results as ``torch.ops`` returns them: no named tuple."""
     returns = [schema.returns for schema in schemas_of(packet_of(func))]
     has_list = any(each and str(each[0].type) == "List[Tensor]" for each in returns)
     return list(tensors) if has_list else tuple(tensors)
@@ -512,7 +509,7 @@ def _by_whole_sums(call: DTensorCall) -> Composed:
 
 
 def _of_whole_sums(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call after partial tensors were reduced; if none are partial, replicated."""
+    """The result on reduced tensors if any is partial, else on full tensors. Collective."""
     tensors = tensors_in([*args, *kwargs.values()])
     specs = [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
     are_partial = any(spec.partial_axes for spec in specs)
@@ -530,10 +527,7 @@ def _of_whole_sums(func: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _composed_in_place(
     composed: Callable[..., Any], args: Args, kwargs: Kwargs, digest: int
 ) -> Any:
-    """Compute an operator's result as a new tensor, and write it to the first argument.
-
-    If the first argument is a plain tensor, ``composed`` writes to it.
-    """
+    """Compute an operator's result, and write it to the first argument."""
     target = args[0] if args else None
     if not isinstance(target, DTensor):
         return composed(*args, **kwargs)

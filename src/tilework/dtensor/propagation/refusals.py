@@ -120,10 +120,7 @@ def _advice_on_parts(call: DTensorCall) -> str:
 
 
 def _equal_error(call: DTensorCall) -> Exception | None:
-    """The error that torch raises for the call on tensors of zeros, and equally on ones.
-
-    None if torch accepts either call, or if the errors differ.
-    """
+    """The error that torch raises both on zeros and on ones; None if there is none."""
     shapes = _shapes(call)
     its = [  # an operator that writes to an expanded tensor raises a clearer error by itself
         row_major(shape) if is_expanded(shape, strides) else strides
@@ -200,11 +197,7 @@ def refuses_dtypes_of_out(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
-    """A plain tensor like another, filled with one whole number or with random elements.
-
-    A square matrix of random elements is positive definite. The memory has room for elements of a
-    larger dtype, since torch writes past the end of some tensors that are passed as ``out=``.
-    """
+    """A plain tensor like another, with room for a larger dtype, past whose end torch writes."""
     if not has_memory:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     full = torch.full((16 * tensor.numel(),), number, dtype=tensor.dtype)
@@ -217,10 +210,7 @@ def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
 
 
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The local shapes on the first rank that has elements in every dim that has any.
-
-    None if there is no such rank.
-    """
+    """The local shapes on the first rank with elements in every dim with any."""
     for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
         shapes = [spec.box_at(coordinate).sizes for spec in specs]
         if not any(
@@ -252,11 +242,7 @@ def _errors_on_trial(
     dtypes: Sequence[torch.dtype],
     its_strides: Sequence[Ints] | None = None,
 ) -> tuple[Exception, Exception] | None:
-    """The errors for zeros and for ones; None if torch accepts either, or a trial is not allowed.
-
-    Zeros serve as indices in range, and ones as divisors other than 0. Identity matrices must fail,
-    too, since many operators need matrices that have an inverse.
-    """
+    """The errors for zeros and ones, if identity matrices fail, too; None: accepted."""
     errors: list[Exception] = []
     for value in (0, 1, _IDENTITY):
         error = _error_on_trial(call, shapes, dtypes, value, its_strides)
@@ -273,11 +259,7 @@ def _error_on_trial(
     value: int | None,
     its_strides: Sequence[Ints] | None = None,
 ) -> Exception | None:
-    """The error for tensors full of one value; None if there is none, or a trial is not allowed.
-
-    Only torch's own operators are tried. Other operators, and functions among the arguments, may
-    have side effects.
-    """
+    """The error for tensors of one value; only torch's own operators are tried."""
     if not _is_of_torch(call.func) or any(map(callable, (*call.args, *call.kwargs.values()))):
         return None
     its_strides = its_strides or [row_major(shape) for shape in shapes]
@@ -296,10 +278,7 @@ def _error_on_trial(
 def _full(
     tensor: Tensor, shape: Ints, value: int | None, dtype: torch.dtype, its_strides: Ints
 ) -> Tensor:
-    """A tensor full of ``value`` on the device of ``tensor``, in other shape, strides and dtype.
-
-    For ``_IDENTITY``, dense tensors of two or more dims are identity matrices; others are ones.
-    """
+    """A tensor full of ``value``, of other shape, strides and dtype; ``_IDENTITY``: as matrices."""
     like: Any = {"dtype": dtype, "device": tensor.device}
     number = 1 if value is None else value
     if its_strides == row_major(shape):

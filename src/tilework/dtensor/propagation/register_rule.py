@@ -23,8 +23,8 @@ def register_rule(
 
     ``operator`` is ``torch.ops.mylib.op``, or a Python function that calls
     ``torch.overrides.has_torch_function``. The operator runs on the local shards of the tensors, as
-    the line says; gradients follow from the same line. A rule for a function of torch's replaces
-    the library's rule.
+    the line says; gradients follow from the same line. A rule for a torch function replaces the
+    library's rule.
 
     Args:
         operator: The operator, as the program calls it.

@@ -189,10 +189,7 @@ def _partial_together(mapped: FactorMap, reduce_op: str) -> Sequence[frozenset[i
 def _factor_sizes(
     placement: Shard, spec: DTensorSpec, axis: int, dim: Dim, factor: Factor
 ) -> Ints | None:
-    """The sizes that split the factor as the placement splits the dim.
-
-    None: as ``torch.chunk`` splits the factor, also where no sizes would do.
-    """
+    """The sizes that split the factor as the dim is split; None: as ``torch.chunk`` does."""
     inner = math.prod(each.size for each in dim) // (factor.size or 1)
     sizes = placement.sizes
     if sizes is None and (inner == 1 or len(spec.axes_of(placement.dim)) > 1):
@@ -213,13 +210,7 @@ class _Infeasible(Exception):
 
 
 class _Assignment:
-    """Roles of all axes, and the layouts that follow from them.
-
-    Args:
-        mapped: The operator's factor map.
-        specs: The layouts of the inputs now.
-        roles: The role of each axis.
-    """
+    """The roles of all axes, and the layouts that follow from them."""
 
     def __init__(
         self, mapped: FactorMap, specs: Sequence[DTensorSpec], roles: tuple[Role, ...]
@@ -229,11 +220,7 @@ class _Assignment:
         self._order = _order(specs, roles)
 
     def strategy(self, itemsizes: Sequence[int], out_shapes: Sequence[Ints]) -> Strategy:
-        """The strategy of these roles, with its cost.
-
-        Raises:
-            _Infeasible: Some layout cannot be written, or a value cannot be reduced.
-        """
+        """The strategy of these roles; raises _Infeasible if it cannot be written."""
         mapped, roles = self._mapped, self._roles
         inputs = tuple(
             self._layout(number, dims, spec.shape)
@@ -265,10 +252,7 @@ class _Assignment:
             raise _Infeasible from None
 
     def _shard(self, dims: DimFactors, axis: int, role: ShardFactor) -> Shard | None:
-        """The placement, along an axis that shards a factor, of a tensor with these dims.
-
-        None if no dim has the factor.
-        """
+        """The placement of these dims along an axis that shards a factor; None: not in."""
         having = [number for number, dim in enumerate(dims) if role.factor in dim]
         if not having:
             return None
@@ -295,10 +279,7 @@ class _Assignment:
         return Shard(having[0], sizes.pop())
 
     def _without(self, number: int | None, factor: Factor) -> Placement:
-        """The placement, along an axis that shards a factor, of a tensor without this factor.
-
-        ``number`` is the number of an input; None stands for an output.
-        """
+        """The placement, along a sharding axis, of an input or output without the factor."""
         mapped = self._mapped
         if number is not None and not (number in mapped.addends and mapped.reduces(factor)):
             return Replicate()

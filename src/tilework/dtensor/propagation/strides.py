@@ -179,10 +179,7 @@ def _in_order(shape: Ints, order: Sequence[int]) -> Ints:
 
 
 def _fills(shape: Ints, strides: Ints, order: Sequence[int]) -> bool:
-    """True if dims lie in memory in ``order``, the innermost first, without gaps.
-
-    Dims of size 1 may have any stride.
-    """
+    """True if dims lie in ``order``, innermost first, without gaps; size 1 has any stride."""
     expected = _in_order(shape, order)
     return all(a == b or n == 1 for a, b, n in zip(strides, expected, shape, strict=True))
 
@@ -240,10 +237,7 @@ def _is_row_major(shape: Ints, strides: Ints) -> bool:
 
 
 def _image_order(shape: Ints, strides: Ints) -> Ints | None:
-    """The order of dims in memory, innermost first, of channels-last strides; None for others.
-
-    Ambiguous strides, which dims of one element allow, do not count, as in torch.
-    """
+    """The order of dims, innermost first, of clear channels-last strides; else None."""
     order = {4: _CHANNELS_LAST, 5: _CHANNELS_LAST_3D}.get(len(shape))
     if order is None or 0 in shape or not strides[1]:
         return None
@@ -261,11 +255,7 @@ _Rule = Callable[[str, Any, Sequence[DTensorSpec]], list[Ints] | None]
 
 
 def _view_strides(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of torch's result for meta tensors.
-
-    Raises:
-        RuntimeError: torch has no such view of a tensor with the input's strides.
-    """
+    """The strides of torch's result for meta tensors; raises if torch has no such view."""
     return meta_strides(called(call, without_memory(call.tensors), raises=True), outputs)
 
 
@@ -275,10 +265,7 @@ def _asked(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] |
 
 
 def _with_columns(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of a decomposition, some of whose results are matrices in column order.
-
-    torch's meta results are in row order.
-    """
+    """The strides of a decomposition, with matrices in column order (torch's meta: rows)."""
     if not call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
         return _asked(name, call, outputs)
     return [
@@ -296,14 +283,7 @@ def _grouped_mm(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[In
 
 
 def _real_fft(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """The strides of a Fourier transform from or to real numbers, as the CPU gives them.
-
-    torch's meta results have other strides.
-
-    For a real input, all dims are transformed together, and the last of them is innermost. For a
-    complex input, the last dim is transformed after the others, and is innermost. The other dims
-    keep the input's order.
-    """
+    """The strides of a real Fourier transform on the CPU: the last transformed dim is innermost."""
     out = outputs[0]
     (input,) = call.tensors
     dims = _transformed_dims(name, call, out.ndim)
@@ -340,28 +320,19 @@ def _contiguous(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> None:
 
 
 def _angle(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """None (contiguous) for complex numbers, as on a CPU; else as for elementwise operators.
-
-    torch's meta result has the input's strides in both cases.
-    """
+    """None (contiguous) for complex numbers, unlike torch's meta result; else as elementwise."""
     return None if call.tensors[0].is_complex() else _elementwise(name, call, outputs)
 
 
 def _padded(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of ``pad``: for a constant those of torch's meta result, else as for images.
-
-    Padding with a constant crops by views, which torch may copy.
-    """
+    """The strides of ``pad``: of torch's meta result for a constant, else as for images."""
     given = dict(zip(("input", "pad", "mode"), call.args, strict=False)) | call.kwargs
     is_constant = given.get("mode", "constant") == "constant"
     return (_asked if is_constant else _as_images)(name, call, outputs)
 
 
 def _of_copied_memory(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """The strides of a copy of the first tensor's memory: the same, gaps included.
-
-    An expanded tensor is copied element by element, to a dense tensor.
-    """
+    """The strides of a copy of the first tensor, gaps included; dense if expanded."""
     shape, (strides, *_) = tuple(call.tensors[0].shape), input_strides(call.tensors)
     return [like_strides(shape, strides) if is_expanded(shape, strides) else strides]
 
@@ -392,10 +363,7 @@ def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[I
 
 
 def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of attention's result: like the queries' if torch has a kernel for the call.
-
-    Otherwise None (contiguous).
-    """
+    """The strides of attention's result: the queries' if torch has a kernel; else None."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     query, key, value = tensors = [given[name] for name in names[:3]]
@@ -413,10 +381,7 @@ def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Int
 
 
 def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Channels-last strides if the first input has them, else None (contiguous).
-
-    For operators that join tensors, all inputs must have them.
-    """
+    """Channels-last strides if the first input (for joins, every input) has them; else None."""
     shapes, strides = [tuple(tensor.shape) for tensor in call.tensors], input_strides(call.tensors)
     count = len(shapes) if name in _JOINED else 1
     order = _image_order(shapes[0], strides[0])

@@ -1,4 +1,4 @@
-"""Comparison of the parts of a new DTensor, or of a gradient, that ranks must hold alike."""
+"""Comparison of parts of a DTensor or gradient that must be equal on several ranks."""
 
 from __future__ import annotations
 

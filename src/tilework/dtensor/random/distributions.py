@@ -34,10 +34,7 @@ _LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
 
 
 class _DrawingAlike(TorchFunctionMode):
-    """While entered: plain tensors get the same random numbers on every rank of a mesh.
-
-    The first draw is collective over the mesh, and blocks.
-    """
+    """Plain tensors get equal random numbers on all ranks; the first draw is collective."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -88,10 +85,7 @@ def _mesh_of(distribution: Any) -> DeviceMesh | None:
 
 
 def _drawing_alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a sampling method of a distribution, for draws that are the same on all ranks.
-
-    The wrapper changes nothing for distributions without DTensors among their parameters.
-    """
+    """Wrap a sampling method: with DTensor parameters, all ranks draw the same numbers."""
 
     @functools.wraps(original)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,11 +99,7 @@ def _drawing_alike(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_methods(kind: type) -> None:
-    """Wrap the sampling methods that a class of torch.distributions defines itself.
-
-    A wrapped method draws the same numbers on all ranks if the distribution has a DTensor among its
-    parameters. Call this once per class: a second call would wrap the methods again.
-    """
+    """Wrap a distribution class's own sampling methods; call it once per class."""
     for name in _METHODS:
         if name in vars(kind):
             setattr(kind, name, _drawing_alike(vars(kind)[name]))

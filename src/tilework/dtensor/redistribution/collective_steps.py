@@ -134,13 +134,7 @@ def _dim(spec: DTensorSpec, axis: int) -> int:
 
 
 class _Division:
-    """The division of a local tensor among the group's ranks, along one dim.
-
-    Args:
-        local: The local tensor's box.
-        boxes: The boxes of the ranks, which together cover ``local``.
-        dim: The dim.
-    """
+    """The division of a local tensor along one dim among the group's ranks."""
 
     def __init__(self, local: Box, boxes: Sequence[Box], dim: int) -> None:
         self.dim = dim
@@ -205,10 +199,7 @@ def _all_to_all(ends: _Ends) -> RunStep:
 
 
 def _exchange(ends: _Ends, sent: _Division | None, received: _Division) -> RunStep:
-    """A step by all_to_all: sends the regions of ``sent``, and receives those of ``received``.
-
-    If ``sent`` is None, each rank sends the whole local tensor to every rank.
-    """
+    """A step by all_to_all, from the regions of ``sent`` (None: whole) to those of ``received``."""
     group, size = ends.group, ends.group.size()
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
@@ -269,10 +260,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGroup) -> RunStep:
-    """A step that runs a transfer plan between the ranks along the step's axes.
-
-    The plan moves elements within the region that these ranks hold together.
-    """
+    """A step that runs a transfer plan between the ranks along the step's axes."""
     mesh, axes = source.mesh, step.axes
     me = mesh.get_rank()
     here = mesh.spec.through(axes, me)

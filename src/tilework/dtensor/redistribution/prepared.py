@@ -213,8 +213,8 @@ def check_local(local: Tensor, source: DTensorSpec, steps: Steps) -> None:
     """Raise unless a tensor has the shape of this rank's local tensor.
 
     Raises:
-        ValueError: It has another shape. If ``steps`` communicate, the other ranks cannot go on,
-            and raise too.
+        ValueError: It has another shape. If ``steps`` communicate, the other ranks cannot continue,
+        and raise too.
     """
     if local.shape == source.local_shape:
         return

@@ -245,7 +245,7 @@ def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
 
 
 def with_redistributed_grad(local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
-    """The local tensor, with a gradient that arrives in one layout and goes on in another."""
+    """The local tensor, whose gradient is redistributed from one layout to another."""
     result: Tensor = _RedistributedGrad.apply(local, incoming, outgoing)  # type: ignore[no-untyped-call]
     return result
 

@@ -88,11 +88,7 @@ def _attention(
 
 
 def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
-    """True if an axis shards the sequence of keys or values, but no dim of the query.
-
-    Keys and values then stay in place. False if the query is longer than the keys, or the axis has
-    one rank.
-    """
+    """True if an axis shards keys or values, but not the query: they stay in place."""
     sharding = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
         not isinstance(query.spec.placements[axis], Shard)
@@ -110,11 +106,7 @@ def _batch(tensors: Sequence[Arg]) -> _Leading:
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
-    """The factors of the dims before sequence and features in grouped-query attention.
-
-    Returns:
-        None if the number of query heads is not a multiple of the number of key and value heads.
-    """
+    """The factors of the leading dims in grouped-query attention; None if heads do not fit."""
     out, dims_of_each = broadcast([tensor.shape[:-3] for tensor in tensors])
     queries, keys, values = (tensor.shape[-3] for tensor in tensors)
     if keys != values or keys == 0 or queries % keys:
@@ -141,17 +133,7 @@ def _causal(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Causal attention of the queries from ``offset`` on: query i attends to the keys 0 to i.
-
-    Args:
-        attend: ``F.scaled_dot_product_attention``, or a function with the same arguments.
-        offset: The place of the first local query in the full sequence.
-        query: The local queries.
-        key: All keys.
-        value: All values.
-        scale: As for torch's function.
-        enable_gqa: As for torch's function.
-    """
+    """Causal attention of the queries from ``offset`` on: query i attends to keys 0 to i."""
     size = query.size(-2)
     key, value = key[..., : offset + size, :], value[..., : offset + size, :]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
@@ -177,12 +159,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class _CausalPart(torch.autograd.Function):
-    """Causal attention of the queries from ``offset`` on, without a mask: in two calls.
-
-    The queries attend to the earlier keys in full, and to the keys of their own places causally.
-    The results are joined by the logarithms of their sums of exponentials (Dao et al.,
-    FlashAttention, 2022). Each call's backward takes the joined result and logarithm.
-    """
+    """Causal attention in two calls without a mask, joined as in FlashAttention (Dao 2022)."""
 
     @staticmethod
     def forward(

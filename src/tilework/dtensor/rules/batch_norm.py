@@ -112,10 +112,7 @@ def _has_empty_channels(arg: DTensorArg) -> bool:
 
 
 def _without_elements(input: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
-    """The result for an input without elements, with any number of channels.
-
-    A copy that depends on weight and bias in the graph. Like torch, it saves nothing of the input.
-    """
+    """The result without elements, which depends on weight and bias in the graph."""
     out = reduce_partial(input).clone()
     if weight is not None:
         out = out * weight[0]
@@ -155,10 +152,7 @@ def _mesh_of(*tensors: Tensor | None) -> Any:
 
 
 def _by_channels(tensor: Tensor, channels: DTensorSpec) -> Tensor:
-    """The local part of a weight or bias: the channels that this rank has of the input.
-
-    Each rank computes the full gradient of these channels.
-    """
+    """The local channels of a weight or bias; each rank has their full gradient."""
     if not isinstance(tensor, DTensor):
         tensor = replicated(tensor, channels.mesh)
     return redistribute_local(local_graph.local_of(tensor), tensor._spec, channels)
@@ -166,13 +160,7 @@ def _by_channels(tensor: Tensor, channels: DTensorSpec) -> Tensor:
 
 @dataclass(eq=False)
 class _Rows:
-    """The layout of an input of batch normalisation, by rows and channels.
-
-    Args:
-        spec: The input's layout.
-        eps: The number that is added to the variance.
-        of: The input's provenance.
-    """
+    """The layout of an input of batch normalisation, by rows and channels."""
 
     spec: DTensorSpec
     eps: float
@@ -225,12 +213,7 @@ class _Rows:
         return spec_of(self.spec.mesh, placements, self.spec.shape[1:2], self.spec.order)
 
     def layout(self, placement: Placement, shape: Ints) -> DTensorSpec:
-        """The layout of a tensor with ``placement`` along ``axes``, and Replicate along others.
-
-        Args:
-            placement: The placement.
-            shape: The tensor's shape; the dims have values for this rank's channels.
-        """
+        """The layout with ``placement`` along ``axes`` of a tensor for this rank's channels."""
         mesh = self.spec.mesh
         placements: list[Placement] = [
             placement if axis in self.axes else Replicate() for axis in range(mesh.ndim)
@@ -275,10 +258,7 @@ def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows
 
 
 class _Normalized(LocalFunction):
-    """Batch normalisation over the rows of several ranks, on local tensors.
-
-    Backward needs one reduction for the gradients of the input and both parameters together.
-    """
+    """Batch normalisation over several ranks' rows; backward is a single reduction."""
 
     @staticmethod
     def forward(

@@ -23,11 +23,7 @@ def _cat(tensors: Sequence[DTensorArg], dim: int = 0, **_: Any) -> RuleResult:
 
 
 def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
-    """The call of a concatenation along ``dim``, which is sharded in some tensor.
-
-    The result has the layout of the first tensor that is sharded along ``dim``. Fewer axes shard
-    ``dim`` if no placement can express each tensor's part of the shards.
-    """
+    """The call of a concatenation along a sharded dim, in the first sharded layout."""
     shape = cat_shape(tensors, dim)
     target = _resharded_like(tensors, shape, dim)
     ends = [*itertools.accumulate(arg.shape[dim] for arg in tensors)]

@@ -42,13 +42,7 @@ def _has_indices(input: Arg, target: Arg) -> bool:
 
 
 class _LossFactors:
-    """The factors of a loss of logits against classes.
-
-    Attributes:
-        classes: The factor of the dim of classes.
-        elements: The factors of the other dims of the logits, which are the dims of the target.
-        input: The factors of all dims of the logits.
-    """
+    """The factors of a loss of logits: of the classes, of the other dims, and of all."""
 
     def __init__(self, input: Arg) -> None:
         at = _class_dim(input)
@@ -96,10 +90,7 @@ def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
 def _nll_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
 ) -> RuleResult:
-    """The sharding rule of ``nll_loss``: partial sums over the local classes.
-
-    For a mean the result has two sums: the weighted losses, and the weights.
-    """
+    """The rule of ``nll_loss``: partial sums over local classes; a mean has two."""
     loops = _LossFactors(input)
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
@@ -129,10 +120,7 @@ def _nll_rule(
 def _local_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, span: LocalIndexRange, ignored: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The local logits, target and class weights, for ``F.nll_loss`` on this rank's classes.
-
-    Targets become indices of local classes; targets of other ranks' classes become ``_IGNORED``.
-    """
+    """The local logits, targets and weights; targets of other ranks are ``_IGNORED``."""
     if target.dtype is torch.uint8:  # has no -100
         target = target.long()
     numbers, here = span.localize(target, ignored)
@@ -267,10 +255,7 @@ def _sharded_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Cross entropy of logits whose classes are sharded. Collective.
-
-    Two small reductions over the classes: first the largest logit, then the sums over classes.
-    """
+    """Cross entropy of sharded classes by two small reductions. Collective."""
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     top = reduce_partial(x.detach().amax(_class_dim(x), keepdim=True))
     sums = reduce_partial(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
@@ -324,11 +309,7 @@ def _sums_of_indices(
     ignored: Tensor,
     smoothing: float,
 ) -> list[Tensor]:
-    """This rank's partial sums over classes, for targets that are class indices.
-
-    Of q (the target distribution times class weights), of q * z (z: the logits minus the greatest),
-    and of the weight of the target's class.
-    """
+    """This rank's sums of q, q * z and the weight, for targets that are class indices."""
     at = _class_dim(z)
     by_class = _along_classes(weight, z)
     x, local, w = _local_classes(z, target, weight, span, ignored)
@@ -383,10 +364,7 @@ def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int
 
 @internal_operator(_class_losses_rule)
 def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
-    """The losses from the sums over classes; for ``reduction="sum"`` the sum of the losses.
-
-    For ``"mean"``: the sum of the losses and the sum of the weights, whose quotient is the mean.
-    """
+    """The losses from the sums over classes; reduced: one sum, for a mean also weights."""
     exps, q, qz, *weights = sums.unbind(0)
     loss = q * exps.log() - qz
     if target is not None:

@@ -62,13 +62,7 @@ def _as_complex(input: Any) -> Tensor:
 
 
 def _local_view(call: Any, view: Callable[[Tensor], Tensor], count: int) -> RuleResult:
-    """The call that the general rule gives, changed to copy local tensors that torch cannot view.
-
-    Args:
-        call: The general rule's call.
-        view: The function that views a local tensor.
-        count: The number of elements that become one; 0: one element becomes several.
-    """
+    """The general rule's call, which copies local tensors that torch cannot view."""
     if not isinstance(call, LocalCall):
         return call  # type: ignore[no-any-return]
 
@@ -83,10 +77,7 @@ def _local_view(call: Any, view: Callable[[Tensor], Tensor], count: int) -> Rule
 
 
 def _with_usual_strides(local: Tensor, count: int) -> Tensor:
-    """The tensor, with the strides of a contiguous tensor in dims of one element.
-
-    Such dims may have strides left over from other dims. Without elements, any strides are right.
-    """
+    """The tensor with a contiguous tensor's strides in dims of one element."""
     usual = row_major(tuple(local.shape))
     if not local.numel():
         return local.as_strided(local.shape, [*(its * count for its in usual[:-1]), 1], 0)
@@ -96,12 +87,7 @@ def _with_usual_strides(local: Tensor, count: int) -> Tensor:
 
 
 def _lies_well(local: Tensor, count: int) -> bool:
-    """True if torch can view the local tensor as elements of another size, without a copy.
-
-    Args:
-        local: The local tensor.
-        count: The number of elements that become one; 0: one element becomes several.
-    """
+    """True if torch can view the local tensor as elements of another size, without a copy."""
     *others, last = local.stride() or (1,)
     if count == 1:
         return True

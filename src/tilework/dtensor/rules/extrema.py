@@ -112,10 +112,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 @internal_operator(_first_flat_index_rule)
 def _first_flat_index(input: Tensor, best: Tensor, ndim: int) -> Tensor:
-    """The first flat index, in row-major order, at which the input equals ``best``.
-
-    The result has ``ndim`` dims of size 1.
-    """
+    """The first flat index at which the input equals ``best``, in ``ndim`` dims of 1."""
     return _equals(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
 
 
@@ -163,15 +160,7 @@ class _SharedGradient(LocalFunction):
 def _extreme_value(
     input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False
 ) -> Tensor:
-    """The maximum or minimum over dims. All elements that equal the extreme share the gradient.
-
-    Args:
-        input: A DTensor.
-        name: "amax" or "amin".
-        dims: The dims that are reduced.
-        keepdim: True to keep reduced dims with a size of one.
-        nan_too: True if NaN equals NaN here; in plain torch that depends on the operator.
-    """
+    """The extremum over dims; all elements that equal it share the gradient."""
     input = reduce_partial(input)
     if not (input.requires_grad and torch.is_grad_enabled()):
         return extreme(input, name, dims, keepdim)
@@ -210,10 +199,7 @@ def _drop_dims(tensor: Tensor, dims: Ints) -> Tensor:
 
 
 def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """The maximum or minimum along a dim, and the first index at which the input has that value.
-
-    In backward the element at that index gets the gradient.
-    """
+    """The extremum and its first index, whose element gets the gradient."""
     input = reduce_partial(input)
     value = input.detach()
     best = reduce_partial(extreme(value, name, (dim,), True))
@@ -232,10 +218,7 @@ def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tup
 
 
 def _sharded_dims(input: Arg, dim: Any) -> Ints | None:
-    """The reduced dims, if a reduced dim is sharded; otherwise None.
-
-    None for complex numbers, too: torch refuses extrema of complex numbers.
-    """
+    """The reduced dims, if one is sharded and numbers are real; otherwise None."""
     dims = None if input.dtype.is_complex else extreme_dims(input, dim)
     return None if dims is None or not any_sharded(input, dims) else dims
 

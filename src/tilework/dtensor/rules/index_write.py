@@ -188,11 +188,7 @@ register_writer("put", no_local_rule, _put_flat)
 
 
 def _index_rule(linear: bool) -> Callable[..., RuleResult]:
-    """The local rule of an operator with an index along one dim, if that dim is not sharded.
-
-    Args:
-        linear: True if the operator is linear in the tensor and the source together.
-    """
+    """The local rule of an operator with an index along one dim that is not sharded."""
 
     def here(
         writes: bool, input: Arg, dim: Any, index: Arg, source: Any = None, *_: Any, **named: Any
@@ -220,10 +216,7 @@ def _index_rule(linear: bool) -> Callable[..., RuleResult]:
 def _write_along_dim(
     input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
 ) -> None:
-    """Write to the places along a dim that an index of one dim, or a number, gives.
-
-    These operators do not count from the end: a negative index is out of range.
-    """
+    """Write at places along a dim; a negative index is out of range."""
     if input.dim() == 0:
         input = input.view(1)
     places: list[Any] = [None] * input.dim()
@@ -245,10 +238,7 @@ def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> None:
-    """Fill places along a dim. The index may name a place more than once.
-
-    The gradient must count each place once. This holds for a write by mask, but not by index.
-    """
+    """Fill places along a dim by mask, which counts a repeated place's gradient once."""
     if input.dim() == 0:
         input = input.view(1)
     mesh = on_mesh(input, index, value)._spec.mesh

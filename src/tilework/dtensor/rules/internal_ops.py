@@ -1,4 +1,4 @@
-"""Operators of DTensors that torch does not have. Rules compose torch's operators of them."""
+"""Operators on DTensors that torch lacks; rules compose torch's operators from them."""
 
 from __future__ import annotations
 

@@ -56,10 +56,7 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
 
 
 def _is_usual(call: SimpleNamespace) -> bool:
-    """True if nothing is added to keys and values, and all shapes fit.
-
-    Otherwise torch's own function runs.
-    """
+    """True if nothing is added to keys and values, and all shapes fit."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     length, embed, keys = query.size(0), query.size(-1), key.size(0)
     batch = query.shape[1:-1]
@@ -130,11 +127,7 @@ def _has_sharded_rows(packed: Tensor) -> bool:
 
 
 def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
-    """Split packed weights with sharded rows into the weights of query, key and value. Collective.
-
-    If one axis shards the rows, each rank gets the rows of whole heads. Otherwise the results have
-    all rows on each rank.
-    """
+    """Packed weights as query, key and value, by whole heads if possible. Collective."""
     assert isinstance(packed, DTensor)
     weights = _thirds(_with_full_rows(packed))
     axis, *others = packed._spec.axes_of(0)

@@ -105,11 +105,7 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("new")
 def _new_of_any(func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.new`` of a DTensor.
-
-    As in torch the arguments are sizes (the result is like ``new_empty``), values, or a tensor,
-    whose memory the result shares.
-    """
+    """``Tensor.new`` of sizes, values, or a tensor that shares its memory."""
     tensor, *others = args
     if len(others) == 1 and isinstance(others[0], DTensor):
         return others[0].detach()

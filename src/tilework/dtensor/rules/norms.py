@@ -83,15 +83,7 @@ def _over_last(
     function: Callable[..., Tensor],
     composed: Callable[..., Any],
 ) -> RuleResult:
-    """The call of a norm over the last dims; composed if these dims are sharded.
-
-    Args:
-        input: The tensor.
-        shape: The sizes of the dims.
-        arguments: The other arguments by name.
-        function: The operator.
-        composed: The same function, composed of other operators.
-    """
+    """The call of a norm over the last dims; composed if these dims are sharded."""
     shape = tuple(shape)
     affine = [arg for arg in arguments.values() if isinstance(arg, Arg)]
     lead = input.ndim - len(shape)
@@ -171,10 +163,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 @dtensor_rule("_weight_norm")
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> RuleResult:
-    """``torch._weight_norm``: scale ``v`` so that each slice along ``dim`` has the norm in ``g``.
-
-    With ``dim=-1`` the whole tensor has the norm ``g``.
-    """
+    """Scale ``v`` to the norm in ``g`` of each slice along ``dim`` (-1: of the whole)."""
     if not -1 <= dim < v.ndim or v.dtype != g.dtype or not v.dtype.is_floating_point:
         return None
     over = [at for at in range(v.ndim) if at != dim]

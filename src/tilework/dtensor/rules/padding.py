@@ -51,10 +51,7 @@ def _constant_pad(input: DTensorArg, pad: Any, value: Any = 0) -> RuleResult:
 def _constant_padding(
     input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any
 ) -> RuleResult:
-    """The sharding rule of padding with a constant.
-
-    Along a sharded dim only the first and the last shard grow, and nothing moves.
-    """
+    """The rule of constant padding: only the outermost shards grow, nothing moves."""
     spec = input.spec
     if value != 0:
         spec = spec.dual

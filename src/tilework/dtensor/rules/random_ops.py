@@ -56,10 +56,7 @@ def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DT
 
 
 def _register_fill(name: str, draw: Callable[..., Draw]) -> None:
-    """Register the method ``Tensor.<name>``, which fills a DTensor with random numbers.
-
-    ``draw`` gives the distribution, from the dtype and the arguments of the method.
-    """
+    """Register ``Tensor.<name>``, which fills a DTensor; ``draw`` gives the distribution."""
     signature = inspect.signature(draw)
 
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
@@ -104,12 +101,7 @@ def _check_not_complex(name: str, dtype: torch.dtype) -> None:
 
 
 def _check_all(what: str, fine: Tensor) -> None:
-    """Raise RuntimeError on a rank if an element of the local part violates a condition. Local.
-
-    Args:
-        what: The condition, for the message.
-        fine: True for each element that meets the condition.
-    """
+    """Raise if an element of the local part violates the condition ``what``. Local."""
     local = fine._local_tensor if isinstance(fine, DTensor) else fine
     if not local.all():
         raise RuntimeError(f"{what}, but this rank's part has an element that does not meet this")
@@ -233,10 +225,7 @@ dtensor_handler("kaiming_uniform_", "constant_")(_without_checks)
 
 
 def _register_full_draw(name: str) -> None:
-    """Register an operator that draws by itself: on full tensors, with the same seed on all ranks.
-
-    The operator gets a generator. torch's default generator, which threads share, does not change.
-    """
+    """Register an operator that draws on full tensors, from a generator of one seed."""
     operator = getattr(torch, name)
 
     def run(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:

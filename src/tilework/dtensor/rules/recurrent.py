@@ -46,10 +46,7 @@ def _layers_rule(kind: str, *args: Any) -> RuleResult:
 
 
 def _layer_by_layer(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
-    """Run a recurrent network layer by layer, with dropout between the layers.
-
-    The dropout is that of DTensors, which draws the same numbers in every layout.
-    """
+    """Run a recurrent network by layers, with dropout that is equal in every layout."""
     (x, *sizes), (states, weights, biases, count, dropout, train, both, *first) = (
         args[: 1 + packed],
         args[1 + packed :],

@@ -65,7 +65,7 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
 
 
 def _lie_alike(input: Arg, dim: int, index: Any, source: Arg | None) -> bool:
-    """True if input, index and source have equal shapes, but for the input's size along ``dim``."""
+    """True if input, index and source have equal shapes, except along the input's ``dim``."""
     if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
         return False
     if source is not None and source.shape != index.shape:
@@ -81,11 +81,7 @@ def _write_with_spare_place(
     span: LocalIndexRange,
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Write at global places along ``dim`` of a local tensor, and return the result.
-
-    For the time of the write the dim has an additional place. Elements that belong to other ranks
-    are written there, and dropped.
-    """
+    """Write at global places; other ranks' elements go to a spare place."""
     numbers, mine = span.localize(places)
     sizes = list(x.shape)
     sizes[dim] = 1
@@ -122,10 +118,7 @@ def _scatter_in_place(name: str) -> Callable[..., None]:
 
 
 def _write_nothing(target: Tensor, graded: Sequence[Tensor]) -> None:
-    """Write no elements, in a way that torch counts as a write.
-
-    The values in ``graded`` enter the graph of the target, as on ranks that write elements.
-    """
+    """Write no elements, as a counted write with ``graded`` in the target's graph."""
     empty = (target if target.dim() else target.view(1)).narrow(0, 0, 0)
     if not graded:
         empty.zero_()
@@ -143,14 +136,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 def _copy_with(
     input: Tensor, src: Tensor, view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Any]
 ) -> Tensor:
-    """A copy of a tensor, with a source written to some elements.
-
-    Args:
-        input: The tensor.
-        src: The source.
-        view: Returns a view of these elements, for a given tensor.
-        write: Writes the source to these elements of the copy.
-    """
+    """A copy of a tensor, with a source written to the elements that ``view`` returns."""
     input = on_mesh(input, src)
     window = window_after(input, view)
     if tuple(src.shape) != tuple(window.size):

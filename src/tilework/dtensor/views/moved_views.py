@@ -249,12 +249,7 @@ def mark(tensor: Tensor, base: DTensorBase, redo: Redo, write: Write | None = No
 
 
 def _counting(copy: Tensor) -> Tensor:
-    """The local tensor of a moved view, in a form in which torch counts writes to it alone.
-
-    Inference tensors count no writes. If torch took the local tensor for a view of an intermediate
-    tensor, a write would pass through a node whose gradients of gradients torch drops on ranks
-    without elements.
-    """
+    """A moved view's local tensor, such that torch counts writes to it alone."""
     if not copy.is_inference():
         return as_no_view(copy)
     with torch.inference_mode(False):
@@ -262,7 +257,7 @@ def _counting(copy: Tensor) -> Tensor:
 
 
 def as_no_view(local: Tensor) -> Tensor:
-    """The local result of a call, as a tensor that torch's graph does not take for a view.
+    """The local result of a call, as a tensor that is no view in torch's graph.
 
     After a write, hooks of a view of an intermediate tensor would miss the gradients of views of
     the result. On a rank without elements, and only there, the result may be a view of an input,
@@ -417,7 +412,7 @@ def fault_of(tensor: DTensorBase) -> str:
 
 
 def _note_equal(shown: Snapshot) -> None:
-    """Note that a view has what the base holds now."""
+    """Note that a view is up to date with the base."""
     shown.count, shown.own_count = writes_to(shown.base), version_of(shown.local)
 
 
@@ -480,11 +475,7 @@ def _write_back(tensor: DTensorBase, shown: Snapshot, apart: str) -> None:
 
 
 def _make_again(tensor: DTensorBase) -> bool:
-    """Compute a view, and those that it was made of, from the base's place in the graph now.
-
-    Collective. Other views of the same copy are out of date from then on. So is the view itself if
-    its dims were changed in place since; then the result is False.
-    """
+    """Recompute a view from the base's place in the graph; False if its dims changed."""
     assert tensor._viewed is not None
     before, (base, _, func, args, kwargs, _) = own_memory(tensor), tensor._viewed
     if is_moved(base) and own_memory(base) is before:

@@ -86,7 +86,8 @@ def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
 
 
 def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
-    """Note that a tensor is about to be written to, for what a user's own Function saved. Local.
+    """Note that a tensor is about to be written to, for tensors that a user's Function saved.
+    Local.
 
     Args:
         tensor: The tensor.
@@ -96,8 +97,9 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         RuntimeError: The write is recorded, and the tensor is a view whose base was given other
             data, or a moved view whose gradient has a hook, which torch would no longer call.
 
-    C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
-    Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
+    C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. Writes in
+    a Function's own ``forward`` precede saving, and do not count: forward-mode derivatives are off
+    there.
     """
     is_on = _is_grad_enabled()
     if not (is_on or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
