@@ -51,12 +51,12 @@ class CheckpointWrapper(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
-        state.pop("_compiled_call_impl", None)  # calls this module; copies compile anew
+        state.pop("_compiled_call_impl", None)  # calls this module; copies compile again
         return _rebuild, (type(self).__mro__[2], state)
 
 
 class _Settings:
-    """A checkpoint function, torch's or the user's, with the settings that each call passes."""
+    """A checkpoint function (of torch or of the user), with the settings that each call passes."""
 
     def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
         self._function, self._settings = function, settings

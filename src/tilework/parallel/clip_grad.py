@@ -97,7 +97,7 @@ def _scale(by_mesh: Mapping[Any, list[Tensor]], factor: Tensor) -> None:
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norms of gradients on one mesh, or of plain ones, as a plain vector. Collective."""
+    """The norms of gradients on one mesh, or of plain gradients, as a plain vector. Collective."""
     norms = torch.stack(_of_one_dtype(torch._foreach_norm(grads, norm_type)))
     full: Tensor = cast(Any, norms).full_tensor() if _is_distributed(norms) else norms
     return full

@@ -41,7 +41,7 @@ class Passes:
 
     Args:
         kind: The name of the wrapper, for errors.
-        names: Plain data that tells the module from others of the program, and is the same on all
+        names: Plain data that identifies the module in the program, and is the same on all
             ranks: names and shapes of parameters. Collectives of different modules then differ.
 
     Example:

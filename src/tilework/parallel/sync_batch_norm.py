@@ -101,11 +101,7 @@ def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> Non
 
 
 def _with_base(kind: Any, layer: nn.Module, change: Any) -> Any:
-    """The class that a layer changes to: ``change(kind)``, where ``kind`` is the layer's class.
-
-    torch puts a class of parametrizations on top of the class of a parametrized layer. Then
-    ``change`` gets the class below, and the class on top is made again.
-    """
+    """The class ``change(kind)``, below the class of a parametrized layer."""
     if not is_parametrized(layer):
         return change(kind)
     own = {name: value for name, value in vars(kind).items() if name not in _AUTOMATIC}

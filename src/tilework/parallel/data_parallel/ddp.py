@@ -141,10 +141,9 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     the gradients are those of the mean over all rows. The gradients have the same bits on every
     rank, in every run, and for every bucket size: reductions combine the ranks in ascending order.
 
-    Gradients are reduced in buckets while backward goes on. If a gradient is missing on a rank,
-    every rank raises at the end of backward, naming the parameters. With
-    ``find_unused_parameters`` a missing gradient counts as zero instead, and is left alone where no
-    rank has it.
+    Gradients are reduced in buckets while backward continues. If a gradient is missing on a rank,
+    every rank raises at the end of backward, naming the parameters. With ``find_unused_parameters``
+    a missing gradient counts as zero instead, and is left alone where no rank has it.
 
     Args:
         module: Parameters and buffers become those of the group's first rank. DTensor and
@@ -512,7 +511,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = {"reducer", "process_group", "device_mesh", "_delayed", "_structure", "_passes"}
-        left_out.add("_compiled_call_impl")  # calls this module; copies compile anew
+        left_out.add("_compiled_call_impl")  # calls this module; copies compile again
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["join_context"] = None
         return state

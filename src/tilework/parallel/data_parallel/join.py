@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks that have run out of inputs let the others go on.
+"""Uneven inputs: ranks that have run out of inputs let the others continue.
 
 Within ``Join``, each training iteration begins with a small all_gather in which ranks say if they
 still have inputs. Whenever the number of ranks with inputs changes, these ranks make a new group,
@@ -80,7 +80,7 @@ class Join:
 
     Args:
         joinables: DistributedDataParallel modules, optimizers, and other joinables. The first
-            tells the other ranks of each iteration (:meth:`notify_join_context`).
+            informs the others of each iteration (:meth:`notify_join_context`).
         enable: False: the context does nothing.
         throw_on_early_termination: Raise on every rank as soon as one has run out.
         kwargs: Arguments of each joinable's ``join_hook``.
@@ -150,7 +150,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> None:
-        """Tell the other ranks that this rank begins another iteration. Collective; blocks.
+        """Announce that this rank begins another iteration. Collective; blocks.
 
         Call it at the start of each iteration. It does nothing outside a join context, or for a
         joinable that is not the context's first.

@@ -116,7 +116,7 @@ def accumulators(nodes: Iterable[Any]) -> list[Any]:
 
 
 class BackwardStart(torch.autograd.Function):
-    """An identity whose backward first calls a function, then passes the gradients on."""
+    """The identity; backward calls a function, then passes the gradients on."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:

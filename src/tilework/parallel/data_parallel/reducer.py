@@ -1,4 +1,4 @@
-"""The reduction of gradients, bucket by bucket, while backward goes on.
+"""The reduction of gradients, bucket by bucket, while backward continues.
 
 Each parameter's post-accumulate hook marks a gradient as ready. A bucket starts when all gradients
 of the bucket are ready and all buckets before it have started: by then the bucket's memory has all
@@ -254,7 +254,7 @@ class Reducer:
         """Forget a backward pass that raised before the end. Local."""
         if self._open and torch._C._current_graph_task_id() == -1:
             for bucket in self.buckets[: self._next]:
-                if bucket.memory is not None:  # the reduction may still go on
+                if bucket.memory is not None:  # the reduction may still run
                     bucket.memory.discard()
             self._reset()
 
@@ -487,16 +487,7 @@ class Reducer:
                 self._reduce_sparse(bucket)
 
     def _compare(self) -> list[bool] | None:
-        """Compare with the other ranks: passes, parameters, and which gradients exist. Collective.
-
-        Returns:
-            For each gradient True if at least one rank has it. None if gradients may not be
-            missing, and no rank lacks any.
-
-        Raises:
-            RuntimeError: Gradients are missing where none may be; on every rank.
-            CollectiveMismatchError: Ranks are in different passes, or hold different parameters.
-        """
+        """Compare ranks; return which gradients some rank has (None: all). Collective."""
         may_lack = self.options.find_unused or self.options.static_graph
         facts = [len(self._missing)]
         if may_lack:
@@ -604,7 +595,7 @@ def _twice(leaf: GradLeaf) -> str:
     return (
         f"Expected to mark a variable ready only once. The gradient of parameter {leaf} came twice "
         f"in one backward pass. Causes: a module that is checkpointed with use_reentrant=True runs "
-        f"more than once, or parameters that are used within a reentrant checkpoint were taken for "
+        f"more than once, or parameters that are used in a reentrant checkpoint were counted as "
         f"unused by find_unused_parameters=True. Use checkpoint(..., use_reentrant=False), or "
         f"static_graph=True if every step has the same graph."
     )

@@ -128,10 +128,7 @@ class StepReport:
         return str(Page(title, TextTable(titles, rows, range(6))))
 
     def _where_it_waited(self) -> str:
-        """The time that backward waited between gradients, as text in parentheses.
-
-        Empty below 0.05 ms.
-        """
+        """The wait of backward between gradients, as text; "" below 0.05 ms."""
         return f" ({self.blocked_ms:.1f} ms between gradients)" if self.blocked_ms >= 0.05 else ""
 
     def _repr_svg_(self) -> str:
@@ -149,7 +146,7 @@ class StepReport:
         Path(path).write_text(self._svg())
 
     def _svg(self, inherits: bool = False) -> str:
-        # Backward goes on through the waits between gradients, whose places are not recorded.
+        # Backward continues through the waits between gradients, whose places are not recorded.
         computed, ended = (self.backward_ms + more for more in (self.blocked_ms, self.waited_ms))
         told = f"backward, {self.backward_ms:.2f} ms{self._where_it_waited()}"
         backward = [Span(0, computed, "backward", told)]

@@ -60,7 +60,7 @@ class Row:
         return self.offsets[-1]
 
     def around(self, shards: Sequence[Tensor]) -> Tensor | None:
-        """The memory around a rank's shards; None if they do not lie there as a row.
+        """The memory in which a rank's shards lie as this row; None if they do not.
 
         Args:
             shards: By parameter, the shard.
@@ -127,7 +127,7 @@ class Flat:
 
     Args:
         params: The parameters, whose ``sharded`` may still be full tensors.
-        kept: By parameter, the shard, where the memory stays; None: it gets new memory.
+        kept: By parameter, the shard whose memory stays; None: the shard gets new memory.
         shard_group: The ranks that the parameters are sharded over.
         replicate_group: The ranks with the same shards; None: there are none.
         policy: The dtypes of gathered parameters and of reductions.

@@ -93,9 +93,9 @@ class AverageToShards(torch.autograd.Function):
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """A context that is outside of torch.func's transforms, such as jvp, around a forward pass.
+    """A context, around a forward pass, outside of torch.func's transforms such as jvp.
 
-    They wrap all results of operators, and gathering is no part of what they transform.
+    Transforms wrap all results of operators, but must not see the gathering.
     """
     if torch._C._are_functorch_transforms_active():
         return temporarily_clear_interpreter_stack()
@@ -103,7 +103,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def can_save() -> bool:
-    """False if full tensors that operators save stay in memory until backward.
+    """False if the full tensors that operators save must stay in memory until backward.
 
     That is in releases of torch before 2.8, and within torch.func.grad and vjp.
     """

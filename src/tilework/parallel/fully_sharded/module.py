@@ -16,7 +16,7 @@ from tilework.comm.provenance_digest import more_advice
 from tilework.comm.world import current_world
 from tilework.parallel.fully_sharded.unit import Unit
 
-#: Compiled calls of a module. They call that module, also from a copy: copies compile anew.
+#: Compiled calls of a module. They call that module, also from a copy: copies compile again.
 _COMPILED = ("_compiled_run", "_compiled_call_impl")
 
 
@@ -285,10 +285,7 @@ def install(module: nn.Module, unit: Unit) -> None:
 
 
 def _class_for(module: Any) -> type[nn.Module]:
-    """The class of a module, with FSDPModule. Parametrizations stay in the most derived class.
-
-    torch puts their properties into a class for that module alone, and takes them out of there.
-    """
+    """The class of a module with FSDPModule, below a class of parametrizations."""
     kind = type(module)
     if is_parametrized(module) and all(name in vars(kind) for name in module.parametrizations):
         properties = {name: vars(kind)[name] for name in module.parametrizations}

@@ -77,7 +77,7 @@ class FormerMemory:
         self._formers: list[_Former] = []
 
     def watch(self, name: str, tensor: Tensor, now: Tensor) -> None:
-        """Watch the memory of a parameter that ``tensor`` showed and ``now`` shows. Local.
+        """Watch the memory that ``tensor`` showed before it showed ``now``. Local.
 
         Nothing is watched if it is the same, or if ``tensor`` has none.
         """
@@ -384,10 +384,7 @@ def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Fl
 
 
 def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool) -> None:
-    """Replace the full parameter in the modules by a sharded parameter around a shard.
-
-    A parameter that was assigned to a sharded module ``keeps_object``: an optimizer may have it.
-    """
+    """Replace a full parameter by a sharded parameter, perhaps in the object itself."""
     param, full = taken.param, taken.full
     param.sharded = nn.Parameter(wrap(local, param.spec), requires_grad=full.requires_grad)
     dtype = grad_dtype_of(full)

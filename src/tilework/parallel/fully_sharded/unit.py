@@ -129,7 +129,7 @@ class Run:
         self.before = before
 
     def next_unit(self) -> Unit | None:
-        """The unit that came next in the last pass; None if this pass has another order so far.
+        """The unit that came next in the last pass, if this pass has had the same order so far.
 
         None also at the end of the order.
         """
@@ -287,10 +287,7 @@ class Unit:
         )
 
     def _is_shown(self) -> bool:
-        """True unless a shard has changed since the last look. All ranks agree.
-
-        Empty shards have no address, but a parameter that is given other data gets a layout object.
-        """
+        """True unless a shard has changed since the last look. All ranks agree."""
         now, before = self._shown_now(), self._shown
         return now is not None and now == before and all(map(is_, now[2], before[2]))
 
@@ -458,11 +455,7 @@ class Unit:
             self._drop_if_changed(gathered)
 
     def _drop_if_changed(self, gathered: GatheredParameters) -> None:
-        """Drop full parameters of a pass before if any rank's shards have changed. Collective.
-
-        Writes to ``.data`` are not counted, and a rank may have no elements that changed. Therefore
-        values are compared, and all ranks drop the parameters if at least one rank has to.
-        """
+        """Drop full parameters if any rank's shard values have changed. Collective."""
         gathered.finish()
         changed = gathered.version != self._version() or any(
             not torch.equal(
@@ -515,11 +508,7 @@ class Unit:
         self._depth -= 1
 
     def _clean(self) -> None:
-        """After forward, take the full parameters out of the modules. Local.
-
-        The unit lets go of them, too, unless ``reshard_after_forward`` is False.
-        A forward pass that a checkpoint repeats within backward leaves this to backward.
-        """
+        """After forward (unless it is a repetition), uninstall the full parameters. Local."""
         if torch._C._current_graph_task_id() != -1:
             return
         if self.reshard_after_forward is False:
@@ -540,11 +529,7 @@ class Unit:
     # -- backward ----------------------------------------------------------------------------
 
     def _watch(self, output: Any, use: Use) -> None:
-        """Make backward gather when it reaches an output of forward.
-
-        The saved tensors would gather on demand. This is earlier, and lets code that recomputes
-        within the module find full parameters.
-        """
+        """Make backward gather at an output of forward, before saved tensors ask for it."""
         of = weakref.ref(use)
 
         def begin(_: Any) -> None:
@@ -557,10 +542,7 @@ class Unit:
                 local.grad_fn.register_prehook(begin)
 
     def _join_backward(self) -> None:
-        """Let the backward pass that runs free this unit's parameters at the end.
-
-        Free now what backward has installed for other units, except those around this unit.
-        """
+        """Free this unit's parameters after backward, and other units' parameters now."""
         units = _units_of_pass()
         for unit in [each for each in units if each._installed]:
             if unit is not self and unit not in self._around:
@@ -568,10 +550,7 @@ class Unit:
         units.setdefault(self, [])
 
     def _begin_backward(self, use: Use | None) -> None:
-        """Gather and install full parameters when backward reaches an output. Collective.
-
-        ``use`` is the forward pass that made the output; None: autograd saved nothing of it.
-        """
+        """Gather and install full parameters when backward comes here. Collective."""
         self._join_backward()
         if self._installed or not self.unshards_in_backward:
             return

@@ -5,5 +5,5 @@
 - ``catalog``: the boxes of a snapshot that each rank keeps, and their places; pure;
 - ``slots``: the memory of snapshots, which outlives the rank that wrote it;
 - ``restore``: restoring a snapshot into the state of other ranks;
-- ``training_loop``: the loop that goes on when ranks are lost, until the end or a request to stop.
+- ``training_loop``: the loop that continues when ranks are lost, until the end or a stop.
 """

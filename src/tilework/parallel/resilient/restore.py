@@ -212,11 +212,7 @@ def _fill(
 def _plain_of(
     found: FoundSnapshot, held: HeldSnapshot, group: ProcessGroup, seats: Sequence[int]
 ) -> bytes:
-    """The plain data to restore on this rank. Collective.
-
-    A rank of the former group gets the data that it wrote. A newcomer gets the data of the former
-    rank in the same seat, or else of the former group's first rank.
-    """
+    """The plain data to restore: a newcomer gets that of the rank in the same seat. Collective."""
     wanted: list[int | None] = agree(lambda: held.place, group)
     sources = [_origin(place, seats[rank], found) for rank, place in enumerate(wanted)]
 

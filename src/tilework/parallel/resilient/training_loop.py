@@ -1,4 +1,4 @@
-"""``Resilient``: a training loop that goes on when ranks are lost."""
+"""``Resilient``: a training loop that continues when ranks are lost."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class _Counters:
 
 
 class Resilient(Generic[T]):
-    """A training loop that goes on when ranks are lost, and when they come back.
+    """A training loop that continues when ranks are lost, and when they come back.
 
     After each step the state is copied to memory that outlives the rank. On a single host all ranks
     share memory files, and each rank writes a part; else each rank's part goes to ``replicas``
@@ -245,7 +245,7 @@ class Resilient(Generic[T]):
     def run(self, steps: int) -> Iterator[tuple[int, T]]:
         """Train until ``steps`` steps are finished; yields each step's number and result.
 
-        A second call goes on with the current state. Collective; blocks. A step is yielded once,
+        A second call continues with the current state. Collective; blocks. A step is yielded once,
         when all ranks have finished it and the state is safe. With ``every`` above 1, steps that
         are computed again are yielded again.
 
@@ -366,11 +366,7 @@ class Resilient(Generic[T]):
         return REASONS[stop], bool(grow)
 
     def _copy_anew(self, steps: int) -> None:
-        """Copy a state that has new tensors or new ranks. Collective.
-
-        The older copies are kept until all ranks have the new ones: some rank may be lost before
-        all ranks know that the new copies are complete.
-        """
+        """Copy a changed state; keep older copies until all have new ones. Collective."""
         world = current_world()
         known = self._kept[-1].generation if self._kept else 0
         group = get_default_group()
@@ -528,11 +524,7 @@ def _survives(act: Callable[[], object], on_loss: Callable[[Exception], object])
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """True if the remaining ranks can recover from an error by going on without a rank.
-
-    Such errors are PeerLostError (a rank died or left) and CollectiveTimeoutError (a rank may
-    hang), also as a ``__cause__`` of another error. None gives False.
-    """
+    """True if the remaining ranks can recover from an error, or from the cause, without a rank."""
     while error is not None:
         if isinstance(error, PeerLostError | CollectiveTimeoutError):
             return True

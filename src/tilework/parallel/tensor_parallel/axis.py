@@ -170,7 +170,7 @@ class MeshAxis:
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None
     ) -> Sequence[int] | None:
-        """The global shape; None if only communication can tell."""
+        """The global shape; None if it takes communication to find out."""
         if extent is None or self.mesh.ndim > 1 or not isinstance(layout, Shard) or layout.sizes:
             return None
         if not local.ndim or local.shape[layout.dim] * self.mesh.size() != extent:

@@ -17,8 +17,8 @@ from tilework.parallel.tensor_parallel.axis import MeshAxis
 class ParallelStyle:
     """The layouts of a module along one mesh axis. Subclass it for your own style.
 
-    :func:`parallelize_module` first asks all styles of its plan for :meth:`parameter_layouts`,
-    then distributes parameters, then calls :meth:`attach`. A style in torch's form has a method
+    :func:`parallelize_module` first asks all styles of its plan for :meth:`parameter_layouts`, then
+    distributes parameters, then calls :meth:`attach`. A style written for torch has a method
     ``_apply(module, device_mesh)`` instead, which does all of this and returns the module, or the
     module to replace it. It is called after the other styles, with the whole mesh.
 
@@ -33,7 +33,7 @@ class ParallelStyle:
 
     @property
     def applies_itself(self) -> bool:
-        """True if the style has torch's form, a method ``_apply``."""
+        """True if the style was written for torch, with a method ``_apply``."""
         return hasattr(self, "_apply")
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -81,7 +81,7 @@ class _ShardedLayer(ParallelStyle):
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         desired, name = self._desired_input(module), type(module).__name__
-        # If the input is sharded like the weight, the weight tells the size.
+        # If the input is sharded like the weight, the weight has the size.
         dims = linear_dims(module)
         extent: int | None = None
         weight = module._parameters.get("weight")  # else a parametrization computes it
