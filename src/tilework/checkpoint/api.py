@@ -136,7 +136,7 @@ def async_save(
     *,
     group: AnyGroup = None,
 ) -> PendingSave:
-    """Write a checkpoint while the program goes on. Collective; blocks for one copy in memory.
+    """Write a checkpoint while the program continues. Collective; blocks for one copy in memory.
 
     This rank's part is copied, and a thread writes the copy; the state may change as soon as this
     returns. The thread communicates on a separate group, never on a group of the program. Each rank

@@ -57,7 +57,7 @@ class PendingSave:
         """Block until the checkpoint is complete on all ranks. Not collective.
 
         Args:
-            timeout: Seconds after which to give up waiting; the save goes on.
+            timeout: Seconds after which to give up waiting; the save continues.
 
         Raises:
             TimeoutError: The time is up.
@@ -66,7 +66,7 @@ class PendingSave:
         """
         if not self._has_ended(timeout):
             raise TimeoutError(
-                f"the save to {self.path} has not ended after {timeout} s: it goes on in the "
+                f"the save to {self.path} has not ended after {timeout} s: it continues in the "
                 f"background, and wait() can be called again"
             )
         if self._error is not None:
@@ -190,7 +190,7 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
         context = copy_context()
         threading.Thread(target=context.run, args=(run,), name="checkpoint", daemon=False).start()
 
-    # A rank without memory for the copy, or without a thread, tells the others before.
+    # A rank without memory for the copy, or without a thread, informs the others before.
     try:
         ranks.gather(begin)
     except BaseException:
@@ -217,12 +217,7 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Copies of boxes, in one piece of memory.
-
-    Args:
-        memory: The bytes of all copies.
-        starts: For each box, the position of the first byte in ``memory``.
-    """
+    """Copies of boxes in one memory, each from the byte in ``starts`` on."""
 
     memory: Tensor
     starts: Mapping[PlacedBox, int]

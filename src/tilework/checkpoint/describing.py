@@ -235,11 +235,7 @@ def _copies_as_one(
     descriptions: Sequence[Description],
     ranks: Sequence[int],
 ) -> list[tuple[Facts, list[int]]]:
-    """Merge the variants into one if all are the same tensor, with the same tiles and contents.
-
-    A model that is tensor-parallel on each of several meshes, and replicated over the meshes, is
-    thus saved once. The ranks that hold a tile then take turns in writing, as within one mesh.
-    """
+    """Merge the variants into one if they are replicas of one tensor, saved once."""
     if len(variants) == 1 or any(facts[0] != "tiles" for facts, _ in variants):
         return variants
     kind, dtype, shape, tiles, layout = variants[0][0]

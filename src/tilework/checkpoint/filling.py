@@ -337,7 +337,7 @@ class Filling:
             filled: Any = finish()
             if not in_place:
                 module.load_state_dict(filled, strict=False)
-            return given  # with the wrapper: data parallelism goes on
+            return given  # with the wrapper: data parallelism stays
 
         return give
 
@@ -350,11 +350,7 @@ class Filling:
         return lambda: value.set_state(state)
 
     def _visit_object(self, value: Any, path: Path) -> Finish:
-        """Look up an object with ``load_state_dict``, which is called with the whole state.
-
-        The object is left alone if none of the names in the state is asked for. What is saved for
-        other ranks only stays as the object has it.
-        """
+        """Look up an object with ``load_state_dict``, unless nothing of it is asked for."""
         name, found = dotted(path), self.find(path)
         if not self.is_asked(name) and not (
             found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))

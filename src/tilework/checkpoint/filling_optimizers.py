@@ -82,12 +82,7 @@ def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
 def _matching(
     filling: Filling, path: Path, groups: list[Named], saved_groups: list[dict[str, Any]]
 ) -> dict[Any, Any]:
-    """From the optimizer's name of each parameter to the checkpoint's name.
-
-    Parameters are matched by position if the optimizer or the checkpoint only has numbers. A name
-    that the checkpoint has for several parameters is not used. A parameter is left out if several
-    names are possible.
-    """
+    """From the optimizer's to the checkpoint's names; without names, by position."""
     saved = [name for group in saved_groups for name in group["params"]]
     listed = [pair for group in groups for pair in group]
     own = [name for name, _ in listed]
@@ -102,13 +97,7 @@ def _matching(
 
 
 class _Candidates:
-    """The names that a checkpoint may have for an optimizer's parameters.
-
-    Args:
-        filling: The state that is being filled.
-        path: The path of the optimizer.
-        known: The names that the checkpoint has for exactly one parameter.
-    """
+    """The names that a checkpoint may have for an optimizer's parameters."""
 
     def __init__(self, filling: Filling, path: Path, known: set[Any]) -> None:
         self._filling, self._known = filling, known

@@ -151,7 +151,7 @@ class _SplitReading:
             all_reduce(torch.frombuffer(shares, dtype=torch.int32), ReduceOp.BXOR, self._group)
         if failure is not None:
             raise failure
-        if self._reader.verify and not any(shares[: 4 * ranks]):  # else the reduction tells
+        if self._reader.verify and not any(shares[: 4 * ranks]):  # else the reduction shows
             self._compare(memoryview(shares)[4 * ranks :].cast("I"))
 
     def _chunks(self, split: SharedPart) -> int:

@@ -51,7 +51,7 @@ def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
 
 
 def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
-    """The checkpoint in the folder ``name``, or what is wrong with it; None: it has no index."""
+    """The checkpoint in the folder ``name``, or an error; None: it has no index."""
     storage = folder.inner(name)
     try:
         if not is_checkpoint(storage.names(), storage):

@@ -373,7 +373,7 @@ def _run_all(
         for read in ways:
             try:
                 read(load)
-            except Exception as error:  # every class: other ranks go on to the next way
+            except Exception as error:  # every class: other ranks continue with the next way
                 failures.append(error)
         for tensor in written:
             _count_writes(tensor)

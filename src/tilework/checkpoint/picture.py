@@ -71,11 +71,7 @@ def checksum(tensor: SavedTensor) -> str:
 
 
 def _pictures(tensors: Sequence[SavedTensor], most: int) -> Iterator[str | Styled | Picture]:
-    """At most ``most`` pictures of the ways in which tensors are cut into parts.
-
-    Tensors with the same shape and parts share a picture. The line above it has the first tensor's
-    name and the number of the others. A tensor in one part has no picture.
-    """
+    """At most ``most`` pictures of cuts into parts, shared by tensors of equal parts."""
     layouts: dict[tuple[object, ...], list[SavedTensor]] = {}
     for tensor in tensors:
         if len(tensor.parts) > 1 and tensor.shape:

@@ -27,7 +27,7 @@ class Progress:
         what: The activity, such as "saving run/step-10".
         total: The bytes to count on this rank. 0: unknown; the attribute may be set later.
         is_shown: False to draw nothing; None: draw if the error output is a terminal.
-        afterwards: What the bar says the program waits for after all bytes, such as "the disk".
+        afterwards: The cause of the wait after all bytes, for the bar, such as "the disk".
 
     Attributes:
         total: The bytes to count on this rank.

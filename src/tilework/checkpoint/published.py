@@ -69,12 +69,7 @@ def open_index(storage: Storage, state: Any) -> Opened:
 
 @dataclass
 class _Sources:
-    """Published tensors that one converter turns into tensors of the model.
-
-    Attributes:
-        converter: The conversion of transformers for these tensors.
-        by_pattern: The published tensors, by the pattern of the converter that the name matches.
-    """
+    """Published tensors that one converter turns into tensors of the model, by pattern."""
 
     converter: Any
     by_pattern: dict[str, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))

@@ -360,11 +360,7 @@ def _removed(storage: Storage) -> int:
 
 
 def _forget_replaced(save: Save, ranks: Ranks) -> None:
-    """Make the system drop cached pages of files that this save replaces: this rank's share.
-
-    The files stay on the disk. New files then get these pages: on a virtual machine, fresh pages
-    cost more than the rest of a save.
-    """
+    """Drop cached pages of replaced files, for reuse: fresh pages are slow on VMs."""
     if not save.files:
         return
     token = save.files[0].name.partition("-")[0]

@@ -216,12 +216,7 @@ def set_model_state_dict(
 
 
 class _Names:
-    """The names in a model's state dict, without the prefixes of wrappers such as DDP.
-
-    Attributes:
-        raw: From each name to the name in the module's ``state_dict()``.
-        parameters: By ``id`` of a parameter, the parameter's first name.
-    """
+    """A state dict's names without wrappers: the raw names, and names by ``id`` of parameter."""
 
     def __init__(
         self, model: nn.Module, submodules: set[nn.Module] | None, options: StateDictOptions

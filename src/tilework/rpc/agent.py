@@ -251,15 +251,10 @@ class Agent:
         return None
 
     def _handle(self, frames: Sequence[Any]) -> Task | None:
-        """Decode and handle a message; return work that remains and may take long, or None.
-
-        This is a function so that the message is freed when it returns: a thread that waits for the
-        next message must not keep the last message alive. An error is logged, and the message
-        dropped.
-        """
+        """Handle a message; return long work, or None. A function, to free the message."""
         try:
             return self._take(decode(frames))
-        except Exception:  # our bug; the others' messages must go on
+        except Exception:  # our bug; the others' messages must be handled
             _log.exception("rank %d dropped a message", self.rank)
             return None
 
@@ -378,7 +373,7 @@ class Agent:
     # -- watching: on a separate thread --------------------------------------------------------
 
     def _watch(self) -> None:
-        """End late calls and calls to lost ranks; tell others what this rank has dropped."""
+        """End late calls and calls to lost ranks; report dropped values and files to the others."""
         while not self._closed:
             next_loss = self._losing[0][0] if self._losing else math.inf
             until = self._calls.sleep_until(min(next_loss, self._shared_buffers.tidy()))

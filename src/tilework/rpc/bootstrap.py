@@ -213,7 +213,7 @@ def join(
             check_name(name)
             meeting.agree_on_size()
             if not store.authenticated:
-                meeting.wait_for_all()  # so that each is told why there are no keys
+                meeting.wait_for_all()  # so that each learns why there are no keys
             transport = Transport(rank, size, keys := agree_on_keys(meeting.store, size))
             undo.callback(transport.close, 0.0)
             shared_buffers = SharedBufferPool()

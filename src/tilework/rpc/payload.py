@@ -1,9 +1,9 @@
 """Objects as bytes: pickle, with the memory of tensors and arrays apart from it.
 
-A tensor on the CPU is a few numbers in the pickle, and one buffer of exactly the elements; the
-rest of the storage does not travel. Like torch's, a tensor that arrives has no history: it is
-a leaf, which requires grad if the sender's did. References (RRef) are apart as well, since the
-receiver must count them whether or not it reads the pickle.
+A tensor on the CPU is a few numbers in the pickle, and one buffer of exactly the elements; the rest
+of the storage does not travel. As in torch, a tensor that arrives has no history: it is a leaf,
+which requires grad if the sender's did. References (RRef) are apart as well, since the receiver
+must count them whether or not it reads the pickle.
 """
 
 from __future__ import annotations

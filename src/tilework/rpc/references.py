@@ -7,8 +7,8 @@ the owner to ADD a reference, and the owner has answered. Therefore a rank that 
 counted holds the value at every moment.
 
 Messages between two ranks arrive in order. Therefore counting sums is enough: a rank that drops all
-references that it has tells the owner how many those were, and references that are on their way to
-that rank remain counted.
+references that it has reports the number to the owner, and references that are on their way to that
+rank remain counted.
 """
 
 from __future__ import annotations
@@ -93,10 +93,7 @@ Send = Callable[[MessageKind, int, int, Sequence[Ref]], None]
 
 
 class _Watch(weakref.ref[HeldReference]):
-    """Calls ``gone``, from any thread and at any time, when this rank has no reference left.
-
-    ``__del__`` would not do: Python calls it while weak references still find the entry.
-    """
+    """Calls ``gone``, at any time, when this rank has no reference left."""
 
     __slots__ = ("id", "owner")
 
@@ -219,7 +216,7 @@ class References:
             self._send(MessageKind.ADDED, sender, question, ())
 
     def added(self, question: int) -> None:
-        """The owner has counted this rank's reference: tell the rank that sent it (HOLDS).
+        """The owner has counted this rank's reference: inform the rank that sent it (HOLDS).
 
         ``question`` is the number of this rank's ADD, which the owner has answered.
         """
@@ -259,7 +256,7 @@ class References:
     # -- what is dropped -------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Tell the owners how many references this rank has dropped."""
+        """Report to the owners how many references this rank has dropped."""
         while self._dropped:
             gone = self._dropped.popleft()
             id, owner = gone.id, gone.owner
@@ -293,12 +290,7 @@ class References:
     # -- counting, with the lock ------------------------------------------------------------
 
     def _owned_or_awaited(self, id: RefId) -> Owned | None:
-        """This rank's entry for a value that it owns; None if the value was freed with a lost rank.
-
-        A third rank's reference may come before the call that makes the value, since messages of
-        two ranks have no order: then a new entry is made. If no rank was lost, there is no other
-        reason for a missing entry.
-        """
+        """The entry for an owned value, made if need be; None if it was freed."""
         entry = self._owned.get(id)
         if entry is None and not self._lost and id.creator != self._rank:
             self._awaited.add(id)

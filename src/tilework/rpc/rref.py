@@ -81,7 +81,7 @@ class RRef(Generic[T]):
         return isinstance(self._entry, Owned)
 
     def confirmed_by_owner(self) -> bool:
-        """True if the owner is known to know of this reference. Does not wait."""
+        """True if the owner has confirmed this reference. Does not wait."""
         return isinstance(self._entry, Owned) or self._entry.confirmed
 
     def to_here(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> T:

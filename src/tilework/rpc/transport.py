@@ -95,7 +95,7 @@ def agree_on_keys(store: Store, size: int) -> Keys:
     return Keys(hmac.new(secret, number, hashlib.sha256).digest(), size)
 
 
-#: Longer parts of messages are cut. What a stranger can make a rank hold is bounded by this.
+#: Longer parts of messages are cut. This bounds the memory that a stranger can take from a rank.
 MAX_FRAME_BYTES: Final = 16 << 20
 _CURVE_EXTRA_BYTES: Final = 1 << 10
 _HANDSHAKE_MILLISECONDS: Final = 10_000
@@ -114,14 +114,7 @@ _LOSSES: Final = (
 
 @dataclass(eq=False)
 class _Peer:
-    """The connection from this rank to another rank.
-
-    Attributes:
-        address: The address of the other rank's socket.
-        lock: Held while the socket is used.
-        socket: The socket; None before the first message.
-        gone: True if the other rank has left.
-    """
+    """The connection to another rank: ``socket`` is None before the first message."""
 
     address: str
     lock: threading.Lock = field(default_factory=threading.Lock)
