@@ -79,8 +79,8 @@ def test_a_killed_rank_is_started_again_and_rejoins(tmp_path: Path) -> None:
     for line in (
         r"\d s +0  SIGKILL",
         r"\d s +0  started again \(1 of 1 restarts\)",
-        r"the group goes on with ranks 1, 2",
-        r"training goes on after step 3, \d+ ms later",
+        r"the group continues with ranks 1, 2",
+        r"training continues after step 3, \d+ ms later",
         r"let in; the group has ranks 0, 1, 2",
     ):
         assert re.search(line, report), report
@@ -93,7 +93,7 @@ def test_the_job_goes_on_smaller(tmp_path: Path) -> None:
         {"seat": 0, "rank": 0, "size": 2},
         {"seat": 2, "rank": 1, "size": 2},
     ]
-    assert "the group goes on with ranks 0, 2" in done.stderr
+    assert "the group continues with ranks 0, 2" in done.stderr
 
 
 STOPPED = """

@@ -58,7 +58,7 @@ def test_a_rank_that_left_in_order_is_told_if_the_others_went_on_without_it() ->
     recovery.note_told([shrunk])
     report = recovery.report()
     assert re.findall(r"(\d)  ended \(exit code 0\)", report) == ["0", "1"]
-    assert "the group goes on with rank 2" in report
+    assert "the group continues with rank 2" in report
 
 
 def test_a_program_that_does_not_outlive_ranks_ends() -> None:
@@ -94,8 +94,8 @@ def test_the_report_is_in_order_of_time() -> None:
         "time  rank  what happened",
         "2  SIGKILL (somebody killed it; often the kernel, for want of memory (see dmesg))",
         "2  started again (1 of 1 restarts)",
-        "the group goes on with ranks 0, 1",
-        "training goes on after step 7, 250 ms later",
+        "the group continues with ranks 0, 1",
+        "training continues after step 7, 250 ms later",
     ]
 
 

@@ -136,7 +136,7 @@ _RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
 #: torchrun's name of -n, in both spellings.
 _TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS_HELP = "start ranks that die again, alone, R times in all (see docs/how-to/elastic.md)"
-_ELASTIC_HELP = "go on with at least MIN ranks when some die; MAX is the number at the start"
+_ELASTIC_HELP = "continue with at least MIN ranks when some die; MAX is the number at the start"
 _GRACE_HELP = "seconds from Ctrl-C or SIGTERM to SIGKILL (default: 2)"
 _NNODES_HELP = "number of hosts on each of which this command is run (default: 1)"
 _NODE_RANK_HELP = "this host's number, from 0"

@@ -163,7 +163,7 @@ def failure_text(failure: RankFailure, colour: bool = False) -> str:
 
 
 def _without_told(trace: str, summary: str, rest: str | None) -> str:
-    """The traceback, without what the headline has of the error's first line."""
+    """The traceback without the part of the error's first line that the headline has."""
     name = summary.partition(":")[0]
     lines = trace.split("\n")
     for i in reversed(range(len(lines))):

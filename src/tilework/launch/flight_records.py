@@ -178,7 +178,7 @@ class FlightFolder:
     path: Path
     #: Whether the folder is only for this job, and was not named by the user.
     temporary: bool
-    #: Whether the user has asked for records, or was told about them.
+    #: Whether the user has asked for records, or knows about them.
     wanted: bool = False
     _began: float = field(default_factory=time.time, compare=False)
 
@@ -203,7 +203,7 @@ class FlightFolder:
         return f"who waited for whom: tilework explain {self.path} (records of {ranks})"
 
     def close(self) -> None:
-        """Remove a temporary folder, unless the user was told of it, and old folders of other jobs.
+        """Remove a temporary folder, unless the user knows of it, and old folders of other jobs.
 
         A folder that the user has chosen stays.
         """

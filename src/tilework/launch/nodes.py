@@ -181,7 +181,7 @@ class _Meeting:
         }
 
     def _refuse(self, store: Store, error: str, nodes: int) -> None:
-        """On node 0: tell all nodes ``error``, why the job does not begin, and raise NodesError."""
+        """On node 0: send ``error``, why the job does not begin, to all nodes; then raise it."""
         store.set("table", json.dumps({"error": error}))
         with contextlib.suppress(DistStoreError):  # this node's store goes with this process
             store.wait([f"heard/{node}" for node in range(1, nodes)], _HEARD)

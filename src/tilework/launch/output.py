@@ -52,7 +52,7 @@ class NonblockingOutput:
         self.broken: OSError | None = None
 
     def fileno(self) -> int:
-        """The descriptor, to wait for until :meth:`pump` can go on."""
+        """The descriptor, to wait for until :meth:`pump` can continue."""
         return self._fd
 
     @property

@@ -100,14 +100,7 @@ _WARNING: Final = re.compile(rb"\S.*:\d+: \w*Warning: ")
 
 @dataclass
 class _Pending:
-    """A line that is held back: other ranks may print the same line.
-
-    Attributes:
-        text: The line.
-        due: The time at which the line is printed at the latest.
-        number: The place of the line in the order of arrival.
-        prefixes: The prefix of each rank that has printed the line.
-    """
+    """A line held until ``due``, since other ranks may print it; with their prefixes."""
 
     text: bytes
     due: float

@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 _LOOK_SECONDS: Final = 0.2
 #: Seconds for ranks to answer after one has failed: usually they then wait for it.
 _PATIENCE_SECONDS: Final = 1.0
-#: Seconds for ranks to answer after a Ctrl-C, and to end once told.
+#: Seconds for ranks to answer after a Ctrl-C, and to end once asked.
 _STOP_SECONDS: Final = 6.0
 
 
@@ -136,11 +136,7 @@ class RankPool:
                 self._raise_ended()
 
     def _collect(self, answers: dict[int, _Answer], seconds: float | None = None) -> None:
-        """Put answers into ``answers``, until all ranks have answered or ``seconds`` have passed.
-
-        Without ``seconds``, the first failure ends the wait: ranks without an answer are
-        interrupted a second later.
-        """
+        """Collect answers for ``seconds``; without a limit, a failure interrupts all ranks."""
         __tracebackhide__ = True
         deadline = None if seconds is None else time.monotonic() + seconds
         while missing := [link for r, link in enumerate(self._links) if r not in answers]:

@@ -46,7 +46,7 @@ class RankProcess:
     report_fd: int
     #: Set by :meth:`check`; None: the process has not ended as far as the launcher knows.
     ending: Ending | None = None
-    #: True if the launcher has told the process to end; the end is then not a failure.
+    #: True if the launcher has asked the process to end; the end is then not a failure.
     asked_to_end: bool = False
     _report: bytearray = field(default_factory=bytearray)
     _pidfd: int = -1
@@ -54,7 +54,7 @@ class RankProcess:
     _words: FailureReport | None = None
 
     def __post_init__(self) -> None:
-        """Get a descriptor that tells when the process ends, if the system offers that."""
+        """Get a descriptor that shows when the process ends, if the system offers that."""
         os.set_blocking(self.report_fd, False)
         with contextlib.suppress(AttributeError, OSError):
             self._pidfd = os.pidfd_open(self.pid)

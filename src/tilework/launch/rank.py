@@ -148,7 +148,7 @@ def run_program_of_rank(program: Program, plan: RankPlan) -> int:
 
 
 def end(code: int) -> NoReturn:
-    """End this forked process as ``sys.exit(code)`` would, as far as a program can tell."""
+    """End this forked process as ``sys.exit(code)`` would, as far as a program can see."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""The answer to a rank's death in a job that may go on: start it again, go on without it, or end.
+"""The answer to a rank's death: start it again, continue without it, or end the job.
 
 Also the report of events with their times.
 """
@@ -44,7 +44,7 @@ class Recovery:
 
     Args:
         restarts: How often ranks may be started again, in total.
-        least: The smallest number of ranks to go on with.
+        least: The smallest number of ranks to continue with.
         happenings: The events, in the order in which the launcher notes them. The times may be in
             another order, as :meth:`note_told` adds events of ranks at the end of the job.
     """
@@ -76,7 +76,7 @@ class Recovery:
         self.note(failure.rank, cause(failure))
         excluded = failure.report is not None and _EXCLUDED in failure.report.classes
         if failure.is_consequence and not excluded:
-            self.note(failure.rank, "the program does not go on without lost ranks: the job ends")
+            self.note(failure.rank, "the program cannot continue without lost ranks: the job ends")
             return Answer.END
         if others >= 1 and self._used < self.restarts:
             self._used += 1
@@ -137,10 +137,10 @@ def _count(ranks: int) -> str:
 _CHANGES: Final = ("shrunk", "grown")
 
 _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "shrunk": lambda event: f"the group goes on with {_ranks(event)}",
+    "shrunk": lambda event: f"the group continues with {_ranks(event)}",
     "grown": lambda event: f"let in; the group has {_ranks(event)}",
     "resumed": lambda event: (
-        f"training goes on after step {event['steps']}, {event['seconds'] * 1000:.0f} ms later"
+        f"training continues after step {event['steps']}, {event['seconds'] * 1000:.0f} ms later"
     ),
     "stopped": lambda event: f"training stopped after step {event['steps']}: {event['reason']}",
 }

@@ -50,8 +50,9 @@ class LaunchSettings:
     restarts: int = 0
     """How often ranks that died may be started again, in total."""
     elastic: tuple[int, int] | None = None
-    """The minimum and maximum of ranks to go on with; None: any number if ``restarts`` is positive,
-    else the job ends with any rank."""
+    """The minimum and maximum of ranks to continue with; None: any number if ``restarts`` is
+    positive, else the job ends with any rank.
+    """
     grace: timedelta = timedelta(seconds=2)
     """The time that ranks have to end, when the user ends the job, before SIGKILL."""
     bind: BindMode = "none"
@@ -65,7 +66,7 @@ class LaunchSettings:
 
     @property
     def outlives_ranks(self) -> bool:
-        """True if the job may go on when a rank has died."""
+        """True if the job may continue when a rank has died."""
         return self.restarts > 0 or self.elastic is not None
 
     def __post_init__(self) -> None:

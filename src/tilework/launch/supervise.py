@@ -25,7 +25,7 @@ from tilework.launch.recovery import Answer, Recovery
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox, TerminationStep
 from tilework.launch.stdin import StandardInput
 
-#: The interval of checks where the system does not tell of a process's end.
+#: The interval of checks where the system does not report a process's end.
 _ASK_SECONDS: Final = 0.02
 #: The interval of checks, after deaths, whether the remaining ranks are still needed.
 _LOOK_SECONDS: Final = 0.2
@@ -73,7 +73,7 @@ class Endpoints:
     on_failure: Callable[[RankFailure], None] = lambda failure: None
     #: Called when the user asks the ranks for their flight records.
     on_asked: Callable[[], None] = lambda: None
-    #: Given if the job may go on without a rank.
+    #: Given if the job may continue without a rank.
     recovery: Recovery | None = None
     #: Starts a new process for a rank.
     restart: Callable[[RankProcess], None] = lambda rank: None
@@ -81,7 +81,7 @@ class Endpoints:
     members: Callable[[Sequence[RankProcess]], Sequence[RankProcess]] = lambda ranks: ranks
     #: Seconds from the user's signal to SIGKILL.
     grace: float = signals.KILL_SECONDS
-    #: Called once for each rank that has ended, if the job goes on.
+    #: Called once for each rank that has ended, if the job continues.
     on_end: Callable[[RankProcess], None] = lambda rank: None
     #: Given if this process adopts orphans of ranks: the children that are not orphans.
     own_children: Callable[[], Sequence[int]] | None = None
@@ -293,7 +293,7 @@ class Supervisor:
                     self._tell_others(node_link.FAILED, **_told(failure))
 
     def _pass_ends_on(self) -> None:
-        """Report each rank that has ended without a failure, once, while the job goes on."""
+        """Report each rank that has ended without a failure, once, while the job continues."""
         for rank in self.ranks:
             if not rank.alive and rank.rank not in self._failures:
                 self._pass_end_on(rank)
@@ -388,7 +388,7 @@ class Supervisor:
         return [max(before, key=lambda each: each.time), failure]
 
     def _tell(self, failure: RankFailure) -> None:
-        """Tell the user of a failure, once."""
+        """Report a failure to the user, once."""
         if failure not in self._told_failures:
             self._told_failures.append(failure)
             self.around.on_failure(failure)
