@@ -87,11 +87,7 @@ def _box_by_rank(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
 
 
 def _infer_spec(boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh) -> DTensorSpec:
-    """The DTensorSpec by which each rank of ``mesh`` holds the box in ``boxes`` for that rank.
-
-    Raises:
-        ValueError: No placements on ``mesh`` give these boxes.
-    """
+    """The spec by which each rank of ``mesh`` holds its box; ValueError if there is none."""
     for placements, order in _candidates(boxes, shape, mesh):
         try:
             spec = spec_of(mesh, placements, shape, order)
@@ -116,10 +112,7 @@ def _has_box(spec: DTensorSpec, rank: int, box: Box) -> bool:
 def _candidates(
     boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh
 ) -> Iterator[tuple[list[Placement], Ints]]:
-    """Pairs of (placements, order of axes) that may give these boxes.
-
-    Each mesh axis that is longer than 1 shards some dim.
-    """
+    """Pairs of placements and order that may give these boxes."""
     shapes = {rank: box.sizes for rank, box in boxes.items()}
     choices = [range(len(shape)) if length > 1 else (None,) for length in mesh.shape]
     for dims in product(*choices):

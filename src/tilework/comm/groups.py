@@ -236,8 +236,9 @@ def shrink_group(
             out. None: the group's timeout, at most 30 s.
 
     Raises:
-        ExcludedError: The others continued without this rank. DistBackendError: No group could be
-        made. ValueError: This rank is to leave, or a rank to exclude is not in the group.
+        ExcludedError: The others continued without this rank.
+        DistBackendError: No group could be made.
+        ValueError: This rank is to leave, or a rank to exclude is not in the group.
 
     Example:
         >>> import tilework.distributed as dist

@@ -122,10 +122,7 @@ def _open_mpi(env: _Variables) -> Settings | None:
 
 
 def _hydra(env: _Variables) -> Settings | None:
-    """The settings of MPICH's and Intel MPI's mpirun; None if neither started this process.
-
-    Asked before SLURM: in a SLURM allocation mpirun's ranks see SLURM's variables too, by node.
-    """
+    """The settings of MPICH's or Intel's mpirun, whose ranks may see SLURM's variables; or None."""
     return _pmi(env) if "MPI_LOCALNRANKS" in env else None
 
 

@@ -27,7 +27,7 @@ class Fault(Exception):
 
 
 class Completion(Protocol):
-    """A handle on an operation that was handed to an engine: tells whether it is done, and waits
+    """A handle on an operation that was handed to an engine: shows whether it is done, and waits
     for it.
     """
 

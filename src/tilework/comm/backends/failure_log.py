@@ -53,11 +53,11 @@ class FailureLog:
         return int(rank), kind, text
 
     def diagnose(self, late: bool) -> tuple[FaultKind, tuple[int, ...]]:
-        """Tell the other ranks that this rank failed, wait briefly for them, and find the kind of
-        fault and the ranks at fault.
+        """Report this rank's failure to the other ranks, wait briefly for them, and find the kind
+        of fault and the ranks at fault.
 
         If a rank has aborted the group, the kind is "aborted". Otherwise the ranks at fault are
-        those that have not told that they failed, too.
+        those that have not reported a failure, too.
 
         Args:
             late: True if this rank waited too long; False if it lost connections.

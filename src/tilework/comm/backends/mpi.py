@@ -1,7 +1,7 @@
 """The ``mpi`` backend on mpi4py, for a torch that was built without MPI; also hybrid's link.
 
 Tensors go by address, in calls that do not block, and waiting threads poll. So a wait can end at a
-timeout, or when the group is aborted. MPI tells nothing else about ranks. The ranks meet in the
+timeout, or when the group is aborted. MPI shows nothing else about ranks. The ranks meet in the
 store first, because MPI would wait for a missing rank without a limit.
 """
 
@@ -175,11 +175,7 @@ class MpiWork:
 
 
 class _FromAny(MpiWork):
-    """A receive from whichever rank sends first.
-
-    The receive begins when a message is there: MPICH 5.0 on UCX never ends a receive from any rank
-    that begins after the message came.
-    """
+    """A receive from any rank, begun once a message is there: MPICH 5.0 on UCX needs that."""
 
     def __init__(self, link: MpiLink, tensor: Tensor, tag: int, limit: float) -> None:
         super().__init__(link, [], tensor, limit)
@@ -204,7 +200,7 @@ class MpiLink:
     Args:
         comm: A communicator that nothing else uses.
         limit: The time limit of waits that are given none.
-        notes: The communicator by which ranks tell each other that the group was aborted; None if
+        notes: The communicator by which ranks report that the group was aborted; None if
             they have other ways.
     """
 

@@ -206,7 +206,7 @@ class NativeGroup(ProcessGroup):
         return CompletedWork(outputs)
 
     def _event(self, operation: Operation) -> profiling.ProfilerEvent:
-        """The profiler's event of an operation, of which listeners are told."""
+        """The profiler's event of an operation, which listeners hear of."""
         profiling.tell_listeners(operation.kind)
         sides = operation.inputs, operation.outputs
         given, taken = ([side] if isinstance(side, Tensor) else list(side) for side in sides)
@@ -422,12 +422,7 @@ def _label(form: Form, operation: Operation, inputs: Parts, outputs: Parts) -> i
 
 
 def _calls_text(calls: Mapping[str, str]) -> tuple[str, str, bool]:
-    """The operations that ranks called; their numbers, purposes and places; True if the first text
-    shows a difference.
-
-    Args:
-        calls: Each different call, as ranks report it, and who made it.
-    """
+    """The calls of ranks; their numbers and places; True if the first text differs."""
     parts = {
         who: found.groups("") if (found := _CALL.fullmatch(call)) else ("", call, "", "")
         for call, who in calls.items()

@@ -185,7 +185,7 @@ class NativeWork(Work):
         expect_callback()
         # Callbacks may wait for further operations, so they must not run on the thread that carries
         # the group's operations.
-        here = copy_context()  # tells which rank this is
+        here = copy_context()  # knows which rank this is
         self._completion.add_done_callback(
             lambda: run_soon(lambda: here.run(self._complete_future))
         )

@@ -59,7 +59,7 @@ class PythonEngine(ABC):
 
     @abstractmethod
     def announce_abort(self, kind: str, text: str) -> None:
-        """Tell the other ranks that this rank aborts. Never blocks for long."""
+        """Report to the other ranks that this rank aborts. Never blocks for long."""
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -110,7 +110,7 @@ class PythonEngine(ABC):
                 self.publish_wait(number, name)
 
     def publish_wait(self, number: int, name: str) -> None:  # noqa: B027
-        """Tell the other ranks that this rank's own thread waits in an operation."""
+        """Report to the other ranks that this rank's own thread waits in an operation."""
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         if not self.is_owner() or not self._waits_in:
@@ -228,12 +228,7 @@ class PythonEngine(ABC):
 
 
 class _OwnCompletion(PythonCompletion):
-    """The completion of a collective, which tells the engine when a thread waits for it.
-
-    Args:
-        begin: Called when a thread begins to wait without a limit.
-        end: Called when that wait is over.
-    """
+    """The completion of a collective, which reports waits without a limit."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         super().__init__()

@@ -223,12 +223,7 @@ def reduce_scatter(context: StepContext, operation: Operation) -> Step:
 def _partials_for(
     context: StepContext, parts: Sequence[Tensor], host: int, op: AnyReduceOp | None
 ) -> list[Tensor]:
-    """Reduce this host's inputs for the ranks of ``host``; return the partial results that fall to
-    this rank.
-
-    With L lanes, the rank with a lane gets the results for every L-th rank of ``host``; a rank
-    without a lane gets none.
-    """
+    """Reduce inputs for ``host``; return the results of this rank's lane, if it has one."""
     hosts, partials = context.hosts, []
     nothing = parts[0][:0]
     for turn in _turns(hosts, host):
@@ -299,11 +294,7 @@ def broadcast(context: StepContext, operation: Operation) -> Step:
 
 
 def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
-    """The hosts that this host receives from and sends to, in a broadcast from host ``home``.
-
-    In each round every host with the data sends it to a host without. The first list is empty at
-    ``home``, and has one host elsewhere.
-    """
+    """The hosts that this host receives from and sends to, in a broadcast from ``home``."""
     count = len(hosts.ranks)
     me = (hosts.index - home) % count
     above, below = [], []

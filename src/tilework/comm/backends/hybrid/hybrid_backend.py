@@ -134,13 +134,7 @@ _LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Link]]] = {
 
 
 def _link_name() -> str:
-    """The name of the backend that moves tensors between hosts: the value of ``TILEWORK_LINK``, or
-    Gloo.
-
-    Raises:
-        ValueError: The variable has another value than "gloo" and "mpi".
-        DistBackendError: That backend is not available here.
-    """
+    """The backend between hosts: ``TILEWORK_LINK`` or Gloo; raises if it is not available."""
     name = os.environ.get(LINK_VARIABLE, Backend.GLOO).lower()
     if name not in _LINKS:
         raise ValueError(f"{LINK_VARIABLE} must be one of {', '.join(_LINKS)}, got {name!r}")

@@ -510,11 +510,7 @@ def _wait(work: Any, memory: Tensor, limit: timedelta) -> None:
 
 
 class _Transfers:
-    """Tensors in flight to and from other hosts.
-
-    Failures are returned as values. A raised error's traceback would keep torch's objects, and with
-    them Gloo's connections, alive for as long as somebody holds the error.
-    """
+    """Tensors in flight between hosts. Failures are values: tracebacks keep connections."""
 
     def __init__(self, engine: HybridEngine) -> None:
         self._engine = engine

@@ -52,16 +52,7 @@ class MessageTransport(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Announcement:
-    """A message that a sender has offered, and no receive has taken.
-
-    Attributes:
-        source: The group rank of the sender.
-        tag: The tag of the message.
-        number: The number that the sender gave to the message.
-        nbytes: The size of the tensor in bytes.
-        label: The label of the dtype and shape, to be compared with the receive.
-        dtype: The name of the dtype.
-    """
+    """A message that group rank ``source`` has offered, and no receive has taken."""
 
     source: int
     tag: int

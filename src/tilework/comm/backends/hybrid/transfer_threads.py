@@ -30,8 +30,8 @@ class TransferWaits:
         """Block until ``wait()`` has returned, or the connection is gone.
 
         Args:
-            wait: A wait of Gloo's. It must keep alive everything that Gloo uses, also
-                after the caller gave up.
+            wait: A wait of Gloo. It must keep alive everything that Gloo uses, also after the
+                caller gave up.
             is_gone: True if ``wait`` may never return.
 
         Returns:

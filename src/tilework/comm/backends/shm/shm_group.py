@@ -100,11 +100,7 @@ class ShmEngine:
     def _hand_over(
         self, buffers: object, start: Callable[..., Completion], *args: Any
     ) -> Completion:
-        """Start an asynchronous operation; hold the buffers until it is done.
-
-        The buffers are held before the start: if a signal handler raises in between, nobody knows
-        whether the core has them. The buffers of such a start are held until the group is closed.
-        """
+        """Start an operation; hold the buffers from before the start until it is done."""
         entry: list[Any] = [None, buffers]
         with self._lock:
             if len(self._in_flight) >= self._sweep_at:

@@ -62,10 +62,7 @@ def combine(parts: Sequence[Tensor], op: str, factors: Sequence[float]) -> Tenso
 
 
 def _combine_unsigned(parts: Sequence[Tensor], op: str, signed: torch.dtype) -> Tensor:
-    """Reduce wide unsigned integers, which torch hardly supports, as signed integers.
-
-    Sums and products wrap in the same way. The order is the same once the top bit is flipped.
-    """
+    """Reduce wide unsigned integers as signed ones, with the top bit flipped."""
     views = [part.view(signed) for part in parts]
     top = torch.iinfo(signed).min if op in ("min", "max") else 0
     total = combine([view ^ top for view in views], op, ())

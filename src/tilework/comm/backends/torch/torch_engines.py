@@ -80,12 +80,7 @@ class TorchEngine(PythonEngine):
         return CALLS[operation.kind](self._backend, operation, self.rank)
 
     def _meet(self, operation: Operation) -> None:
-        """Compare headers (descriptions of the operation) with all other ranks; raise Fault unless
-        all agree.
-
-        Runs only in groups of meshes: torch's engines compare nothing, and an exchange takes as
-        long as a collective of a few bytes.
-        """
+        """Compare headers with all ranks, in groups of meshes; raise Fault if they differ."""
         header = torch.tensor(header_of(operation, self.rank, self.size), dtype=torch.int64)
         headers = torch.empty((self.size, len(header)), dtype=torch.int64)
         gather = Operation("all_gather", [header], headers, timeout=operation.timeout)
@@ -154,7 +149,7 @@ class TorchEngine(PythonEngine):
         """None: torch's engines do not know which ranks have come."""
 
     def departed(self) -> Sequence[int]:
-        return ()  # torch's engines do not tell
+        return ()  # torch's engines do not know
 
     def last_entered(self) -> list[str]:
         return ["an operation of which it reported nothing"] * self.size
@@ -181,7 +176,7 @@ def _detail(text: str) -> str:
     known error.
     """
     said = text.strip().partition("\n")[0].rpartition("] ")[2]
-    cause = re.search(r"Last error:\s*(\S.*)", text)  # NCCL's own words, which end torch's
+    cause = re.search(r"Last error:\s*(\S.*)", text)  # NCCL's own words, at the end of torch's
     if cause is not None:
         said = f"{cause[1]} ({said})"
     if "Duplicate GPU" in text:
