@@ -142,7 +142,7 @@ class Door:
     """Lets the processes of a job in: those that say the job's token, and an awaited number.
 
     Connections of strangers are closed, and silent ones are ignored: they hold nobody up. At a Unix
-    socket only processes of the same user are let in, where the system tells whose they are.
+    socket only processes of the same user are let in, where the system knows whose they are.
 
     Args:
         listener: A listening socket, which stays the caller's.
@@ -242,7 +242,7 @@ def knock(sock: socket.socket, token: bytes, number: int) -> None:
 def other_user_of(peer: socket.socket) -> int | None:
     """The user of the process at the other end of a Unix socket, if it is not this process's user.
 
-    None also for other sockets, and where the system does not tell.
+    None also for other sockets, and where the system does not know.
     """
     if peer.family != getattr(socket, "AF_UNIX", None) or not hasattr(socket, "SO_PEERCRED"):
         return None

@@ -16,7 +16,7 @@ class MemoryFile(NamedTuple):
     """A memory file of a process, as other processes of the same user on the host open it.
 
     The name has a random part. So a file on another host, or of a later process of the same number,
-    is never taken for this file.
+    is never mistaken for this file.
 
     Attributes:
         pid: The process that made the file.

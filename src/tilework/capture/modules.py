@@ -176,7 +176,7 @@ def _needing_grad(places: StatePlaces, leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _refuse_graphs(places: StatePlaces) -> None:
-    """Refuse kept tensors with a graph: later calls would put tensors without one there."""
+    """Refuse tensors that a function keeps with a graph, since a program makes no graph."""
     for place, tensor in set_by(places):
         if tensor.grad_fn is not None:
             raise CaptureError(
@@ -213,7 +213,7 @@ def _some_grad(out: Any) -> Tensor:
 def _record(
     call: _Joint, ranks: VotingRanks, known: Sequence[_Passes]
 ) -> tuple[_Passes | None, Any]:
-    """Run a call, and record both passes; no programs if it made groups. Collective if it is."""
+    """Run a call and record both passes; no programs if the call made groups. Collective."""
     needed: list[Tensor] = []
     owner = _module_of(call.step)
     made: list[_Passes] = []

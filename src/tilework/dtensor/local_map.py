@@ -201,11 +201,7 @@ def _redistributed(value: Any, needed: OnePlacements, number: int, redistribute:
 def _local(
     value: Any, grad: OnePlacements, inputs: Sequence[Any], outs: Sequence[OnePlacements]
 ) -> Any:
-    """The local tensor of an input, whose local gradients will have the placements ``grad``.
-
-    None: the placements that follow from those of the inputs and results. A value that is no
-    DTensor is returned as it is.
-    """
+    """The local tensor of an input with local gradients in ``grad`` (None: inferred)."""
     if not isinstance(value, DTensor):
         return value
     if grad is None and value.requires_grad and torch.is_grad_enabled():
@@ -233,7 +229,7 @@ def _gradient(
             placements[axis] = Partial()
         elif not (all(full) and all(others)):
             raise ValueError(
-                f"local_map cannot tell whether each rank along axis {axis} computes the full "
+                f"local_map cannot know whether each rank along axis {axis} computes the full "
                 f"gradient of an input that is replicated there, or a partial gradient: some "
                 f"results are replicated along this axis, and other results or inputs are not. "
                 f"Pass in_grad_placements, with Replicate() or Partial() for this axis"

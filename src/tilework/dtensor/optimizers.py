@@ -44,7 +44,7 @@ _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 
 
 def _surround_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Have the step run on the twin, within all hooks: by the last hook and the first after."""
+    """Have the step run on the twin, inside all hooks of the program."""
     if type(optimizer) in ELEMENTWISE and _has_dtensors(optimizer):
         _place_hook(optimizer._optimizer_step_pre_hooks, _step_on_twin, last=True)
         _place_hook(optimizer._optimizer_step_post_hooks, _keep_states, last=False)

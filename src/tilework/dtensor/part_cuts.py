@@ -5,8 +5,8 @@ run over the loop of a cut dim are cut, too. If no result does, or the operator 
 dim, or moves elements along it, it would compute with this rank's elements alone, and is refused.
 Sizes in a call may be those of the whole: the rule is asked with cut dims many times as long, and
 the longer loop has to be the cut one. Operators without a rule are followed through the operators
-that they call, or by which sizes grow. Where nothing tells the dim, it is unknown from there on,
-and nothing is refused.
+that they call, or by which sizes grow. If these do not show the dim either, it stays unknown, and
+nothing is refused.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def cuts_of_results(
 
 
 def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exception:
-    """The error of an operator on parts; one that names the layer, if the call fits the whole."""
+    """The error for an operator on parts; it names the layer if the call fits the whole."""
     wholes, parts = [], []
     for each in tensors_in([*args, *kwargs.values()]):
         cut, sizes = cut_of(each), list(each.shape)
@@ -245,7 +245,7 @@ class _Call:
         return found or self._grown() or [self.layer.cut(None)] * len(self._results)
 
     def _stand_ins(self, times: int) -> list[Tensor]:
-        """The tensors without memory, with cut dims so many times as long."""
+        """The tensors without memory, with cut dims ``times`` as long."""
         found = []
         for at, tensor in enumerate(self._tensors):
             sizes = list(tensor.shape)
@@ -266,10 +266,7 @@ class _Call:
         return AskedCall(self._args, self._kwargs, asked)
 
     def _by_rule(self, times: int) -> list[Cut] | None:
-        """The cut of each result, with cut dims so many times as long.
-
-        None if the operator's rule does not tell.
-        """
+        """The cuts of results with cut dims ``times`` as long; None if the rule gives none."""
         call = self._asked(times)
         self._rule, self._answer = ask(self._entry, call)
         cuts = [[self.layer.cut(None)] for _ in self._results]
@@ -283,11 +280,7 @@ class _Call:
         return [common(of_result) for of_result in cuts]
 
     def _refuse(self, at: int, dim: int, times: int) -> None:
-        """Raise, unless the sizes in the call fit only parts, or it asks a question.
-
-        Raises:
-            ValueError: The operator would give something else than this rank's part of the result.
-        """
+        """Raise unless the sizes in the call fit only parts, or the call asks a question."""
         are_shapes = times == 1 or len(self._parts) == len(self._tensors)
         asks = all(each.dtype is torch.bool for each in self._results)
         if not are_shapes or asks or self._tensors[at].shape[dim] * times == 1:
@@ -296,11 +289,7 @@ class _Call:
             raise self._refusal(at, dim)
 
     def _ends(self, call: AskedCall, at: int, dim: int, times: int) -> list[End] | None:
-        """For each result the dim that runs over the loop of a dim of an input; None: unknown.
-
-        Raises:
-            ValueError: There is none, or it is not the results' part on this rank.
-        """
+        """For each result, the dim in which the cut dim of the input ends up; None: unknown."""
         cut: Any = self._cuts[at]
         if isinstance(self._answer, PlacedCall):
             return self._ends_of_placed(call, at, dim, times)
@@ -318,7 +307,7 @@ class _Call:
         return [_end(factors[0], of_result, cut.leads) for of_result in factor_map.outputs]
 
     def _ends_of_placed(self, call: AskedCall, at: int, dim: int, times: int) -> list[End] | None:
-        """:meth:`_ends` by the layouts that a rule gives, which tell how much each rank has."""
+        """:meth:`_ends` for a rule with layouts, which show the elements of each rank."""
         axis, cut = self.layer.axis, cast(Cut, self._cuts[at])
         if times > 1:
             times = self.layer.mesh.shape[axis]
@@ -333,7 +322,7 @@ class _Call:
         return [(to, cut.leads) for to, _ in carried]
 
     def _needs_all(self, factors: list[Factor], cut: Cut, times: int) -> bool:
-        """True if an operator runs over these loops of a cut dim as one rank alone does not."""
+        """True if the operator needs all of a cut dim, or reduces it."""
         assert isinstance(self._answer, LocalCall)
         reduces = self._answer.map.reduces
         return (
@@ -343,11 +332,7 @@ class _Call:
         )
 
     def _splits(self, at: int, dim: int) -> bool:
-        """False if the sizes in a call of a view are the part's own, and leave a dim as it is.
-
-        So do those of ``view(*x.shape[:-1], -1, 2)``, where another dim is split. The sizes of
-        ``view(b, s, heads, -1)`` may be those of the whole.
-        """
+        """True if sizes of a view may be those of the whole, so that the cut dim is split."""
         if not self._entry.is_view or self._tensors[at].shape[dim] == 1:
             return not self._entry.is_view
         answer = ask(self._entry, self._asked(1))[1]
@@ -366,7 +351,7 @@ class _Call:
         return self._tensors[at].shape[:dim] == result.shape[:to]
 
     def _within(self, mark: Callable[..., Tensor]) -> list[Cut] | None:
-        """The cuts of results by the operators that compute them; None if these do not tell."""
+        """The cuts of results by the operators that compute them; None: unknown."""
         body = self._body()
         if body is None:
             return None
@@ -395,7 +380,7 @@ class _Call:
         return without_override_checks(self._func) if self._answer is None else None
 
     def _grown(self) -> list[Cut] | None:
-        """The cuts of results by the dims that are longer if cut dims are; None: no sizes tell."""
+        """The cuts of results by the dims that are longer if cut dims are; None: unknown."""
         shapes = self._shapes(_PRIME)
         if shapes is None or len(shapes) != len(self._results) or not self._parts:
             return None
@@ -421,7 +406,7 @@ class _Call:
 
 
 def _end(factor: Factor, dims: Sequence[Dim], leads: bool) -> End:
-    """The dim that has a factor, and whether ranks' parts follow each other there; None: none."""
+    """The dim with a factor, and True if ranks' parts follow each other there; None: no dim."""
     for number, dim in enumerate(dims):
         if factor in dim:
             return number, leads and next(each for each in dim if each.size != 1) is factor

@@ -227,7 +227,7 @@ def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Se
 
 
 class _ToTorch(LocalFunction):
-    """The identity to torch's DTensor, with the count of writes; refuses writes in the graph."""
+    """The identity: the result shares the count of writes, and refuses writes in the graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, local: Tensor) -> Any:

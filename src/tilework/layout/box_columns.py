@@ -144,7 +144,7 @@ def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | Non
 
 
 def _neighbours(starts: list[int], ends: list[int]) -> tuple[int, int] | None:
-    """The numbers of two boxes that overlap in their single dim: neighbours by start."""
+    """The numbers of two boxes of one dim that overlap: two neighbours in the order of starts."""
     order = sorted(range(len(starts)), key=starts.__getitem__)
     return next(((i, j) for i, j in pairwise(order) if ends[i] > starts[j]), None)
 
@@ -387,7 +387,7 @@ class BoxColumns:
         return self._grow(first_free(self.starts, self.ends, shape), shape)
 
     def _grow(self, first: list[int], shape: Ints) -> Box:
-        """The largest region without boxes from element ``first``, last dim first."""
+        """A region without boxes that begins at ``first``, grown in the last dim first."""
         ends = [at + 1 for at in first]
         for dim in reversed(range(len(shape))):
             ends[dim] = shape[dim]

@@ -173,7 +173,7 @@ def _from_one(ends: _Ends) -> Groups:
 
 
 def _reduction(ends: _Ends) -> tuple[Kind, Groups]:
-    """The groups, of equal boxes with all terms, of an all_reduce or reduce_scatter."""
+    """The groups of an all_reduce or reduce_scatter: ranks with all terms of one box."""
     source, target = ends.source, ends.target
     _require(len(source.terms) > 1 and len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)

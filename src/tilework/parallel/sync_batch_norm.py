@@ -101,7 +101,7 @@ def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> Non
 
 
 def _with_base(kind: Any, layer: nn.Module, change: Any) -> Any:
-    """The class ``change(kind)``, below the class of a parametrized layer."""
+    """The class ``change(kind)``; for a parametrized layer ``change`` gets the class below."""
     if not is_parametrized(layer):
         return change(kind)
     own = {name: value for name, value in vars(kind).items() if name not in _AUTOMATIC}

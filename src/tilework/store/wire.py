@@ -17,7 +17,7 @@ A connection begins with a greeting, in messages of at most MAX_GREETING_BYTES::
     server  WELCOME    HMAC-SHA256(secret, "server" + both nonces)
     server  REFUSED    why                                     at any point; then it closes
 
-So each side proves that it knows the secret, and the secret never travels. What follows is
+So each side proves that it knows the secret, and the secret never travels. The rest is
 neither encrypted nor signed: a stranger on the path could read or alter it. Then requests
 (:class:`Code` lists their fields) until the client closes. A number is 8 bytes, signed; a
 time is a number of milliseconds. The server keeps a request that waits until the keys exist

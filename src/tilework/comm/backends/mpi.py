@@ -266,7 +266,7 @@ class MpiLink:
         return getattr(self.mpi, known.get(name, f"{name.upper()}_T"))
 
     def abort(self) -> None:
-        """Make this rank's waits fail, and tell the other ranks to do likewise, if there is a
+        """Make the waits of this rank fail, and those of the other ranks, too, if there is a
         communicator for notes.
         """
         self.closed = True

@@ -365,7 +365,7 @@ def _rows_first(x: Tensor, dim: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
-    """An empty tensor like ``x`` of ``rows`` in ``dim``, which is outermost in memory."""
+    """An uninitialised tensor like ``x`` with size ``rows`` in ``dim``, outermost in memory."""
     # Collectives know only rows, so results for other dims lie transposed in memory. They are made
     # without views, because autograd allows nobody to write to views that a function returns.
     shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]

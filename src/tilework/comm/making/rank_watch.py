@@ -170,7 +170,7 @@ class RankWatch:
         return ended
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
-        """Ranks that left the store without a word; ``silent`` if all of those did."""
+        """Ranks whose connection was lost; all of ``silent`` if that many were lost."""
         arrivals = self._store.arrivals()
         if arrivals is None:
             return set()

@@ -45,7 +45,7 @@ class _Threads:
         self._tasks.put(task)
 
     def expect_callback(self) -> None:
-        """Count a future with callbacks; :meth:`are_due` while the count is above 0."""
+        """Count a future with callbacks: :meth:`are_due` is True until none is left."""
         with self._lock:
             self._expected += 1
 

@@ -5,9 +5,9 @@ waits in one group for rank 1, and rank 1 in another group for rank 0, no header
 thread that waits long asks the rank's groups which ranks wait for this rank in an operation that it
 has not called. If there are such ranks, or if the thread waits for a message (whose sender cannot
 see the wait), the thread publishes its wait in the job's store, reads the waits of the awaited
-ranks, and looks for a cycle (:class:`CycleSearch`). A proven cycle is told to all ranks in it, and
-to the ranks that they hold up. Each of these aborts the group that it waits in, and the groups in
-which others wait for it.
+ranks, and looks for a cycle (:class:`CycleSearch`). A proven cycle is reported to all ranks in it,
+and to the ranks that they hold up. Each of these aborts the group that it waits in, and the groups
+in which others wait for it.
 
 The store may be slow, or the server stopped. So a separate thread asks the store, and lives for as
 long as it is needed.
@@ -20,7 +20,7 @@ end is that the rank has no fitting message under way. A rank that is stopped, o
 more, is in no cycle, because no other rank can speak for it.
 
 Ranks read records at different moments. The proof of a cycle is a moment at which all edges
-existed: each wait was seen before that moment, and each record tells of a time after it.
+existed: each wait was seen before that moment, and each record describes a time after it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Task:
     search: CycleSearch
     #: The part of the job's store that holds the waits of all ranks.
     store: Store
-    #: The context of the waiting thread, which tells the rank.
+    #: The context of the waiting thread, which knows the rank.
     context: Context
     #: True to publish the wait only if a rank that waits for a message has asked.
     if_asked: bool = False
@@ -157,15 +157,7 @@ class CyclicWaits:
     def _submit(
         self, world: World, wait: WaitRecord, entry: Entry | None, asked: float | None
     ) -> None:
-        """Give the thread that talks to the store the task to publish ``wait``.
-
-        Args:
-            world: This rank's groups.
-            wait: The calling thread's wait, as :func:`_wait_of` returns it.
-            entry: The entry of the wait, if it is for a message.
-            asked: None to publish the wait in any case; the present time to publish it only if
-                another rank has asked for it.
-        """
+        """Have ``wait`` published: always, or if asked for at time ``asked``."""
         default = world.default()
         with self._changed:
             self._follow(default)
@@ -270,12 +262,7 @@ def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]
 
 
 def _obey(task: _Task) -> bool:
-    """End this rank's wait if another rank has written to the store that it is in a cycle, or held
-    up by a cycle.
-
-    Returns:
-        True if another rank has written that.
-    """
+    """End this rank's wait if another rank has found that it is in, or held up by, a cycle."""
     verdict = _read(task.store, f"verdict/{task.record.rank}")
     if verdict is None:
         return False
@@ -287,12 +274,7 @@ def _obey(task: _Task) -> bool:
 
 
 def _ask(task: _Task) -> bool:
-    """Publish this rank's wait, and look for a cycle in the published waits; end all waits of a
-    cycle.
-
-    Returns:
-        True if this rank's wait was ended.
-    """
+    """Publish this rank's wait; True if it was in a cycle, whose waits all end."""
     if _obey(task):
         return True
     record, store = task.record, task.store
@@ -494,4 +476,4 @@ def describe(cycle: Sequence[WaitRecord]) -> str:
     ]
     more = len(lines) - 5
     shown = lines if more <= 0 else [*lines[:5], f"  and {more} more"]
-    return f"ranks {IN_A_CIRCLE}, and none can go on:\n" + "\n".join(shown)
+    return f"ranks {IN_A_CIRCLE}, and none can continue:\n" + "\n".join(shown)

@@ -197,7 +197,7 @@ def refuses_dtypes_of_out(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
-    """A plain tensor like another, with room for a larger dtype, past whose end torch writes."""
+    """A plain tensor like another, with spare memory, since torch may write past the end."""
     if not has_memory:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     full = torch.full((16 * tensor.numel(),), number, dtype=tensor.dtype)
@@ -210,7 +210,7 @@ def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
 
 
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The local shapes on the first rank with elements in every dim with any."""
+    """The local shapes on the first rank that has a part of every dim with elements."""
     for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
         shapes = [spec.box_at(coordinate).sizes for spec in specs]
         if not any(
@@ -278,7 +278,7 @@ def _error_on_trial(
 def _full(
     tensor: Tensor, shape: Ints, value: int | None, dtype: torch.dtype, its_strides: Ints
 ) -> Tensor:
-    """A tensor full of ``value``, of other shape, strides and dtype; ``_IDENTITY``: as matrices."""
+    """A tensor full of ``value`` in another shape, strides and dtype; or identity matrices."""
     like: Any = {"dtype": dtype, "device": tensor.device}
     number = 1 if value is None else value
     if its_strides == row_major(shape):

@@ -252,7 +252,7 @@ class _Assignment:
             raise _Infeasible from None
 
     def _shard(self, dims: DimFactors, axis: int, role: ShardFactor) -> Shard | None:
-        """The placement of these dims along an axis that shards a factor; None: not in."""
+        """The placement along an axis that shards a factor; None: no dim has the factor."""
         having = [number for number, dim in enumerate(dims) if role.factor in dim]
         if not having:
             return None

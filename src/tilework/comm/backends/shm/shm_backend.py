@@ -51,7 +51,7 @@ _LOADING_TIMEOUT = timedelta(seconds=5)
 class CannotShareMemoryError(DistBackendError):
     """Ranks of a shm group are not on one host, or may not share memory there."""
 
-    #: Tells the maker of the default group that another backend may serve.
+    #: Shows the maker of the default group that another backend may serve.
     elsewhere = True
 
 
@@ -82,7 +82,7 @@ _Ends = tuple["_core.Group", MemoryRegisters]
 
 def _host(request: DistributedBackendOptions) -> _Ends:
     """Make rank 0's end of a group: create the segment (the shared memory), hand it to the other
-    ranks, and tell all whether that succeeded.
+    ranks, and inform all whether that succeeded.
     """
     nonce = secrets.token_bytes(16)
     # Every user can read socket names, so the nonce must not be part of the name.
@@ -125,11 +125,7 @@ def _await_others(request: DistributedBackendOptions) -> None:
 
 
 def _cpus_of_all(request: DistributedBackendOptions) -> frozenset[int]:
-    """The CPUs that the ranks may run on together: a launcher may have bound ranks to CPUs.
-
-    This waits for the others' CPUs only if this rank is bound to some of the host's CPUs, which are
-    too few for all ranks.
-    """
+    """The CPUs of all ranks together; waits for others only if this rank has too few."""
     cpus, store = affinity(), request.store
     if len(cpus) >= min(request.group_size, os.cpu_count() or 1):
         return cpus
@@ -203,7 +199,7 @@ class _Reception:
                 try:
                     socket.send_fds(connection, [b"S"], list(self._fds))
                 except OSError:
-                    connection.close()  # the rank tells why it cannot join, if it still can
+                    connection.close()  # the rank reports why it cannot join, if it still can
                     continue
                 self._joined[joined] = connection
                 selector.register(connection, selectors.EVENT_READ, joined)
@@ -223,7 +219,7 @@ class _Reception:
         )
 
     def dismiss(self, go: bool) -> None:
-        """Close all connections. With ``go``, first tell the ranks that have joined to go on;
+        """Close all connections. With ``go``, first let the ranks that have joined continue;
         without, they read the verdict in the store.
         """
         self._door.close()
@@ -264,7 +260,7 @@ def _join(request: DistributedBackendOptions) -> _Ends:
             except TimeoutError:  # rank 0's time is up, too: rank 0 says why, or has just gone on
                 going = False
             except (OSError, ValueError) as error:
-                # Tell before the connection ends: rank 0 takes a silent end for a death.
+                # Report before the connection ends: rank 0 counts a silent end as a death.
                 going = False
                 _refuse(request, identity, error)
         verdict = _FINE if going else _verdict(request)
@@ -303,7 +299,7 @@ def _enter(
 
 
 def _take_end(fd: int, rank: int, size: int, nonce: bytes) -> _core.Group:
-    """Make the core's object for ``rank`` in the segment at ``fd``; it tells the other ranks how
+    """Make the core's object for ``rank`` in the segment at ``fd``; it shows the other ranks how
     many cores this rank may use.
     """
     _core.set_core_limit(math.ceil(cpu_quota() or 0))
@@ -333,8 +329,8 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
 
 
 def _refuse(request: DistributedBackendOptions, identity: str, error: Exception) -> None:
-    """Tell rank 0, and through it all ranks, that this rank cannot join the group because of
-    ``error``.
+    """Report to rank 0, and through it to all ranks, that this rank cannot join the group
+    because of ``error``.
     """
     ranks = request.global_ranks_in_group
     me, own = ranks[request.group_rank], _host_identity()
@@ -353,7 +349,7 @@ def _refuse(request: DistributedBackendOptions, identity: str, error: Exception)
         request.store.set("shm/refused", verdict)
     except DistStoreError as gone:
         raise DistBackendError(
-            f"cannot join the first rank of the group: {error}; nor tell the others: {gone}"
+            f"cannot join the first rank of the group: {error}; nor inform the others: {gone}"
         ) from error
 
 
