@@ -316,7 +316,7 @@ class _Passes:
         return [kept[index(x)] for x in self._computed], [kept[index(x)] for x in self._saved]
 
     def run_backward(self, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-        """Run the backward program; return the local gradients of tensors that need some."""
+        """Run the backward program; return the local gradients of tensors that require any."""
         inputs = [*saved, *[grads[i] for i in self._grad_order]]
         if self.backend == "inductor" and not self.backward.was_compiled:
             self.backward.compile(inputs)

@@ -193,7 +193,7 @@ def module_from_torch(module: nn.Module) -> nn.Module:
     Parameters become new tensors: make optimizers, hooks and attributes of parameters afterwards.
 
     Raises:
-        TypeError: A parameter's groups are on backends of torch's own, or torch's ``fully_shard``
+        TypeError: A parameter's groups are on torch's own backends, or torch's ``fully_shard``
             has sharded a module, and holds the parameters. Nothing has changed then.
         ValueError: This library has no placements for a parameter's layout. Nothing has changed.
 

@@ -213,7 +213,7 @@ class DTensor(DTensorBase):
             return tensor
         if not is_torch_dtensor(tensor):
             raise TypeError(
-                f"from_torch takes a DTensor of torch.distributed.tensor's, got "
+                f"from_torch takes a DTensor of torch.distributed.tensor, got "
                 f"{type(tensor).__name__}"
             )
         spec = spec_from_torch(tensor)

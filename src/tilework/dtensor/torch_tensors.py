@@ -38,7 +38,7 @@ def refuse_torch_dtensor(value: Any, function: str) -> None:
     """Raise TypeError for a DTensor of torch.distributed.tensor."""
     if is_torch_dtensor(value):
         raise TypeError(
-            f"{function} got a DTensor of torch.distributed.tensor's: DTensor.from_torch(tensor) "
+            f"{function} got a DTensor of torch.distributed.tensor: DTensor.from_torch(tensor) "
             f"makes it a tilework DTensor, in the same memory; to_torch() converts back"
         )
 
@@ -85,12 +85,12 @@ def refuse_within_torch(func: Any, handler: Handler) -> Handler:
     return checked
 
 
-#: The first operator that an unchecked function of torch's calls: module, name and remedy.
+#: The first operator that an unchecked torch function calls: module, name and remedy.
 _BEGINNINGS: dict[Any, tuple[str, str, str]] = {
     Tensor.view_as: (
         "torch.distributed.tensor._api",
         "DTensor.from_local",
-        "to_torch() makes it one of torch.distributed.tensor's",
+        "to_torch() makes it a DTensor of torch.distributed.tensor",
     ),
     torch.chunk: (
         "torch.distributed.fsdp.",
@@ -104,7 +104,7 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
     """The layout of a torch DTensor. Local.
 
     Raises:
-        TypeError: The mesh is on groups of torch's own, or this library has no such placement.
+        TypeError: The mesh is on torch's own groups, or this library has no such placement.
         ValueError: The DTensor splits dims as no placement of this library does, or torch's
             DTensors on the mesh have their parts in another order.
     """
@@ -166,9 +166,9 @@ def _native(placement: Any, tensor: Any) -> Placement:
         "module_to_torch(model) and to_torch() torch's"
     )
     raise TypeError(
-        f"a {'norm of a ' * is_norm}DTensor of torch.distributed.tensor's has the placements "
+        f"a {'norm of a ' * is_norm}DTensor of torch.distributed.tensor has the placements "
         f"{list(tensor.placements)}, and tilework lacks some of these: redistribute() it to "
-        f"torch's Replicate() before it meets DTensors of tilework's{before * is_norm}"
+        f"torch's Replicate() before it meets tilework DTensors{before * is_norm}"
     )
 
 

@@ -160,7 +160,7 @@ def _compare(spans: Spans, members: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _divide(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The boxes on each side of a line, crossing boxes on both; None if no line divides well."""
+    """The boxes on each side of a dividing line (crossing boxes on both); None: no good line."""
     count = len(members)
     best, fewest = None, 1.25 * count
     for starts, ends in spans:

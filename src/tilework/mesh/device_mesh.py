@@ -335,7 +335,7 @@ def mesh_or_current(mesh: Any) -> DeviceMesh:
 
     Raises:
         RuntimeError: ``mesh`` is None, and there is no ``with mesh:`` block.
-        TypeError: ``mesh`` is no mesh, or a torch mesh on groups of torch's own backends.
+        TypeError: ``mesh`` is no mesh, or a torch mesh on groups of torch's backends.
     """
     if mesh is None:
         return current_mesh()

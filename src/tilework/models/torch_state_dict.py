@@ -82,7 +82,7 @@ class _Redirected:
         options = {name: getattr(info, name) for name in names if hasattr(info, name)}
         if info.broadcast_from_rank0 and self._torchs.dist.is_initialized() > is_initialized():
             raise RuntimeError(
-                "broadcast_from_rank0=True fills tensors of tilework's over tilework's default "
+                "broadcast_from_rank0=True fills tilework's tensors over tilework's default "
                 "group, but only torch.distributed has a default group: give all ranks the state "
                 "dict, or call tilework.dtensor.module_to_torch(model) first"
             )

@@ -243,7 +243,7 @@ class SyncBatchNorm(_BatchNorm):
         return mean, var, int(total)
 
     def _group(self) -> ProcessGroup | None:
-        """The group whose rows count, in ``Join`` those with inputs; None: this rank's alone."""
+        """The group of the statistics, in ``Join`` of ranks with inputs; None: this rank alone."""
         if not self.training:
             return None
         given = self.process_group

@@ -179,8 +179,8 @@ class ShardRequest:
         if hasattr(tensor, "full_tensor"):
             raise TypeError(
                 f"{self.name} is a {type(tensor).__name__} of {type(tensor).__module__}, which is "
-                f"distributed already: to_sharded() of tilework.dtensor takes a DTensor, which "
-                f"DTensor.from_torch() makes of torch's"
+                f"distributed already: to_sharded() of tilework.dtensor takes a DTensor; "
+                f"DTensor.from_torch() converts a torch DTensor"
             )
         if not tensor.is_contiguous():
             raise ValueError(

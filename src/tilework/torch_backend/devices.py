@@ -58,7 +58,7 @@ class OtherDevices:
         return {device: name for device, name in pairs if device != "cpu"}
 
     def group_for(self, group: Any, device: torch.device) -> Any:
-        """A group of torch's own that moves tensors on ``device``; the first call makes the engine.
+        """A torch group that moves tensors on ``device``; the first call makes the engine.
 
         Raises:
             ValueError: The group has no engine for ``device``, or an engine that tilework cannot be

@@ -1,9 +1,8 @@
-"""Parts that records of a step at several sizes share: all but the constants.
+"""The part that records of a step at several sizes share: everything but the constants.
 
 Two records with equal skeletons run by one program, in which the constants that differ are
-parameters (:class:`~tilework.capture.program.graph.Hole`).
-Each record has constants of a genuine call: no constant
-is computed from a size.
+parameters (:class:`~tilework.capture.program.graph.Hole`). Each record has constants of a genuine
+call: no constant is computed from a size.
 """
 
 from __future__ import annotations

@@ -86,5 +86,5 @@ class Symbols:
 
 
 def _is_size(value: Any) -> bool:
-    """True for an integer for which a compiler takes a symbol; it treats 0 and 1 as constants."""
+    """True for an integer that becomes a symbol: compilers treat 0 and 1 as constants."""
     return type(value) is int and value >= 2

@@ -28,7 +28,7 @@ class Inputs:
     and others that were seen to vary. The step is recorded in the block, and the Numbers become
     inputs of the program. At the end of the block the floats come back. A float that the step has
     changed raises CaptureError. Functions of ``math`` that the step imports by name are replaced,
-    too: those in C would compute with the NaN that a Number is to them.
+    too: those in C would compute with the NaN of a Number.
 
     Args:
         places: The places that the step can reach.

@@ -174,7 +174,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.book.find(leaf) if is_float(leaf) else leaf
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Note a library's read of a tensor: a float becomes a Number, others must stay."""
+        """Note a library's read: a float becomes a Number, any other value a condition."""
         value = func(*args)
         if isinstance(value, float):
             return self.number_of(args[0])

@@ -74,7 +74,7 @@ def refuse_parts(value: Tensor, name: str) -> None:
     """Raise TypeError for a tensor whose parts lie on several ranks: a DTensor, for one."""
     if type(value) is not Tensor and hasattr(value, "full_tensor"):
         theirs = type(value).__module__.startswith("torch.")
-        whose = " of torch.distributed.tensor's" if theirs else ""
+        whose = " of torch.distributed.tensor" if theirs else ""
         raise TypeError(
             f"{name} is a {type(value).__name__}{whose}, whose parts lie on several ranks: "
             f"collectives take plain tensors, such as its local tensor ({name}.to_local())"

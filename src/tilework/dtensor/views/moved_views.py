@@ -381,7 +381,7 @@ def check_fresh(tensor: DTensorBase) -> None:
 
 
 def fault_of(tensor: DTensorBase) -> str:
-    """The reason why a view may not be used: see :func:`check_fresh`. "": it may."""
+    """The reason why a view may not be used (see :func:`check_fresh`); "" if it may."""
     shown = own_memory(tensor).shows
     if shown is None:
         root = root_in_graph(tensor)

@@ -138,9 +138,9 @@ class Reducer:
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
-        """Take over from ``before``: hook, divisor, report, and which gradients await reduction.
+        """Take over the hook, divisor, report and waiting gradients of ``before``. Local.
 
-        These were accumulated in backward passes within ``no_sync()``. Local.
+        These gradients were accumulated in backward passes within ``no_sync()``.
         """
         self._last_report = before._last_report
         self.hook, self.divide_by_initial_size = before.hook, before.divide_by_initial_size

@@ -133,7 +133,7 @@ def sharded_param(
         on_mesh: True for a DTensor that lies on the mesh already, in any layout.
 
     Raises:
-        TypeError: The parameter is a DTensor of torch.distributed.tensor's.
+        TypeError: The parameter is a DTensor of torch.distributed.tensor.
         ValueError: The parameter has no dims, or the meshes have no common root.
     """
     refuse_torch_dtensor(parameter, f"fully_shard of parameter {name!r}")

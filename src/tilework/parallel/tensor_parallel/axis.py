@@ -72,7 +72,7 @@ class MeshAxis:
             extent: The global size of the dim that ``layout`` shards, where it is known.
 
         Raises:
-            TypeError: It is not a tensor, or is a DTensor of torch.distributed.tensor's.
+            TypeError: It is not a tensor, or is a torch DTensor.
             ValueError: It is a DTensor on another mesh.
             CollectiveMismatchError: A plain tensor that this axis replicates and another axis
                 shards differs between the ranks of the axis.
