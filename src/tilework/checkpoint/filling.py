@@ -350,7 +350,7 @@ class Filling:
         return lambda: value.set_state(state)
 
     def _visit_object(self, value: Any, path: Path) -> Finish:
-        """Look up an object with ``load_state_dict``, unless nothing of it is asked for."""
+        """Look up an object with ``load_state_dict``, if names in it are asked for."""
         name, found = dotted(path), self.find(path)
         if not self.is_asked(name) and not (
             found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))

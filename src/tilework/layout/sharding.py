@@ -170,7 +170,7 @@ def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints)
 
 
 def _sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
-    """The sum of each combination of one number per sequence; the last runs fastest."""
+    """The sum of each combination of a number from each sequence; the last runs fastest."""
     sums = [0]
     for numbers in choices:
         sums = [total + number for total in sums for number in numbers]

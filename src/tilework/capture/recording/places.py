@@ -163,7 +163,7 @@ class StatePlaces:
         return id(thing) in self._queued or isinstance(thing, _LEAVES)
 
     def plain_tensors(self) -> list[Tensor]:
-        """The strided tensors at the places, without DTensors (but not without local tensors)."""
+        """The strided tensors at the places: plain tensors, and DTensors' local tensors."""
         known = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor)}
         return [
             tensor

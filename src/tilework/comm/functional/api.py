@@ -111,7 +111,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None) -> Tensor:
 
 
 def scan(tensor: Tensor, op: Op = "sum", group: Group = None, reverse: bool = False) -> Tensor:
-    """The ``tensor`` of the ranks up to this one combined: the prefix reduction of MPI_Scan.
+    """The ``tensor`` of the ranks up to this one combined, like MPI_Scan.
 
     Backward: the reversed scan of the gradients, for ``sum`` and ``premul_sum``; other reductions
     raise NotImplementedError in backward.
@@ -136,7 +136,7 @@ def scan(tensor: Tensor, op: Op = "sum", group: Group = None, reverse: bool = Fa
 
 
 def exscan(tensor: Tensor, op: Op = "sum", group: Group = None, reverse: bool = False) -> Tensor:
-    """:func:`scan` without this rank's own ``tensor``: that of MPI_Exscan.
+    """:func:`scan` without this rank's own ``tensor``, like MPI_Exscan.
 
     On the rank that has no rank before it the result is the reduction of nothing: 0 for ``sum``,
     1 for ``product``, the largest number for ``min``.

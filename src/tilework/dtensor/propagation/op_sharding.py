@@ -181,5 +181,5 @@ class OpSharding:
         self.finish, self.makes_views = steps, steps[-1] in _VIEWS
 
     def looks_first(self) -> None:
-        """Make dispatch look at each call before the operator runs on local tensors."""
+        """Make dispatch inspect each call before the operator runs on local tensors."""
         self.as_is = self.as_is_without_grad = False
