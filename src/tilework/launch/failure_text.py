@@ -178,8 +178,8 @@ def other_failures_text(
 ) -> str:
     """A line for each kind of failure of ranks that failed besides ``root``; empty without any.
 
-    The line has only the class of the error if the failure is a consequence of another rank's
-    failure, or has the class of ``root``'s error.
+    If the failure is a consequence of another rank's failure, or the error is of the class of
+    ``root``'s error, the line has only that class.
     """
     ranks: dict[str, list[int]] = {}
     for failure in failures:

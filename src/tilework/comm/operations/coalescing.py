@@ -140,7 +140,7 @@ class _FastPaths:
 
 
 def is_async(async_op: bool) -> bool:
-    """True if a collective does not wait: as the caller says, and in a block always."""
+    """True if a collective does not wait: if the caller says so, or within a block."""
     return async_op or _open_block() is not None
 
 

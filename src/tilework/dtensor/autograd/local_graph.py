@@ -194,7 +194,7 @@ def _result(tensor: DTensorBase, node: Any) -> _Result:
 
 
 class _Result(NamedTuple):
-    """A user's Function's result: edge and layout in the call; ``following`` keeps the node."""
+    """The edge and layout of a user's Function's result; ``following`` keeps the node alive."""
 
     edge: torch.autograd.graph.GradientEdge
     following: Tensor
