@@ -51,10 +51,7 @@ def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Te
 
 
 class _Seen(LocalFunction):
-    """The identity on a sum, of which the term ``before`` is counted once already.
-
-    The backward pass leaves the gradient of that term alone, and counts that of the others once.
-    """
+    """The identity on a sum; backward ignores the term ``before``, which is counted already."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, before: Tensor, spec: DTensorSpec) -> Tensor:

@@ -47,7 +47,7 @@ class PendingGrad:
     spec: DTensorSpec
     #: The leaf's provenance, which is the same on all ranks.
     digest: int
-    #: The alias's, which counts this rank's aliases: orders leaves that came about alike.
+    #: The alias's, which counts this rank's aliases: orders leaves with equal digests.
     number: int
 
 
@@ -55,7 +55,7 @@ class PendingGrad:
 class PendingGrads:
     """Partial gradients of one rank's leaves, from backward passes under way."""
 
-    #: The number of aliases so far: numbers them alike on every rank.
+    #: The number of aliases so far: numbers them equally on every rank.
     aliases: int = 0
     #: By backward pass, then by leaf and axes.
     by_pass: dict[int, dict[tuple[int, Ints], PendingGrad]] = field(default_factory=dict)

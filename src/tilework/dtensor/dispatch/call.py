@@ -254,11 +254,7 @@ def tracked(name: str, handler: Handler) -> Handler:
 
 
 def _digests_by_mesh(own: int, operands: Sequence[Tensor]) -> dict[DeviceMesh, int]:
-    """The digest of the operands on each mesh; empty if all operands are on one mesh.
-
-    Digests must agree on the ranks of a mesh. These ranks may have other operands on other meshes,
-    as each row of data parallel ranks has a mesh of its own.
-    """
+    """The operands' digest on each mesh; ranks of one mesh may differ in other meshes."""
     distributed = [tensor for tensor in operands if isinstance(tensor, DTensor)]
     if not distributed:
         return {}

@@ -67,10 +67,7 @@ def wrapped(
 
 
 def _wrapped_pieces(result: Any, outputs: Sequence[DTensorSpec], digest: int) -> Any:
-    """A list or tuple of local tensors as DTensors; None if the result is anything else.
-
-    The usual case of :func:`wrapped` with several results, such as pieces of a tensor.
-    """
+    """A list or tuple of local tensors as DTensors; None for any other result."""
     kind = result.__class__
     if not ((kind is tuple or kind is list) and len(result) == len(outputs)):
         return None
@@ -117,10 +114,7 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
 
 
 def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
-    """Make a result that is a view of a temporary tensor of the computation a tensor of its own.
-
-    In torch the result is no view. All ranks do this, even if only some ranks had to copy.
-    """
+    """Make a view of a temporary tensor no view, as in torch; on all ranks."""
     if tensor._viewed is None:
         return
     memory = memory_of(tensor)
@@ -240,7 +234,7 @@ def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: A
 
 
 def replicated_like(target: DTensor, full: Tensor) -> DTensor:
-    """A full result of another shape as a DTensor, laid out as ``target`` is if that can be."""
+    """A full result of another shape as a DTensor, in the layout of ``target`` if possible."""
     return _laid_out_like(target, replicated(full, target._spec.mesh))
 
 
@@ -289,15 +283,7 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
 
 
 def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
-    """Raise RuntimeError, as torch does, if results are not cast to dtypes of ``out=``. Local.
-
-    Args:
-        name: The operator.
-        func: The operator's function, then the arguments.
-        args: By position.
-        kwargs: By name, ``out=`` last.
-        result: The result, or all results.
-    """
+    """Raise, as torch does, if results cannot be cast to dtypes of ``out=``. Local."""
     outs = tensors_in(kwargs["out"])
     pairs = [(value.dtype, out.dtype) for value, out in zip(tensors_in(result), outs, strict=True)]
     for value, out in pairs:
@@ -319,7 +305,7 @@ def check_out(name: str, out: Tensor, value: Tensor) -> None:
     Args:
         name: The operator.
         out: Where it is to be written.
-        value: What is to be written there.
+        value: The result to be written there.
     """
     if torch.is_grad_enabled() and (out.requires_grad or value.requires_grad):
         raise RuntimeError(

@@ -138,7 +138,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> DTensor:
         return moved_views.same_memory(tensor, tensor._local_tensor.detach(), Tensor.detach)
     result = wrap(tensor._local_tensor.detach(), tensor._spec)
     moved_views.note_viewed(result, tensor, Tensor.detach)
-    if not tensor._spec.is_replicated:  # else what it holds tells of writes
+    if not tensor._spec.is_replicated:  # else the contents show writes
         result._made = digest_of(tensor)
     return result
 
@@ -229,17 +229,13 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
         f"{name} asks for the memory of {tensor!r}, which has its elements on several ranks: make "
         f"it plain with full_tensor(), or take this rank's part with to_local(); index, narrow(), "
         f"unfold() and expand() show parts of it, and x.data = y gives it another shape; "
-        f"tilework.checkpoint.save and async_save take it as it is; for what else torch does with "
-        f"DTensors make it torch's, in the same memory, with to_torch(), or all of a model with "
-        f"module_to_torch(model)"
+        f"tilework.checkpoint.save and async_save take it as it is; for other uses convert it "
+        f"to torch's, in the same memory, with to_torch(), or a model by module_to_torch(model)"
     )
 
 
 def _asking_for_memory(original: Any) -> Any:
-    """A replacement of ``to_dlpack`` that raises TypeError for a DTensor.
-
-    torch's function does not ask ``__torch_function__``, and a DTensor has no memory of its own.
-    """
+    """``to_dlpack`` that refuses DTensors; torch's asks no ``__torch_function__``."""
 
     @functools.wraps(original)
     def to_dlpack(tensor: Any) -> Any:
@@ -256,11 +252,7 @@ for _place in (torch, torch.utils.dlpack):
 
 
 def _taking_dtensors(original: Any) -> Any:
-    """A replacement of ``torch.asarray`` that also takes DTensors.
-
-    torch's function does not ask ``__torch_function__``, and would set ``requires_grad`` of the
-    wrapper in place of the local tensor's.
-    """
+    """``torch.asarray`` that takes DTensors; torch's asks no ``__torch_function__``."""
 
     @functools.wraps(original)
     def asarray(

@@ -140,10 +140,7 @@ class ShardingPropagator:
     def _placed_call(
         self, call: DTensorCall, placed: PlacedCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
-        """The sharding of a call for which a rule gave a function and the layouts of all tensors.
-
-        The function runs on local tensors in these layouts.
-        """
+        """The sharding of a call whose rule gave a function and all layouts."""
         self._refuse_as_others(call, placed.inputs, runs_on_locals=False)
         partial = placed.partial_grads or [()] * len(args)
         inputs: list[InputLayout | None] = [
@@ -163,10 +160,7 @@ class ShardingPropagator:
                 raise refusal
 
     def _scales_sums(self, sharding: OpSharding, call: DTensorCall) -> bool:
-        """True if a result is a partial sum, and a number argument may be infinite or a divisor.
-
-        Infinity times partial values, some of which may be 0, does not add up to infinity.
-        """
+        """True if a number may be infinite or a divisor: sums cannot be scaled."""
         if not any(spec.reduce_op in ("sum", "avg") for spec in sharding.outputs or ()):
             return False
         kinds = (int, float, complex) if self.name == "div" else (float, complex)
@@ -212,10 +206,7 @@ class ShardingPropagator:
         args: Sequence[DTensorArg],
         meta_result: Any,
     ) -> OpSharding | None:
-        """The sharding of a call that runs on local tensors, in the cheapest possible layouts.
-
-        None if no layouts are possible, or nothing tells the shapes of results before the call.
-        """
+        """The cheapest sharding of a call on local tensors; None if unknown."""
         shapes = _shapes_of_results(local_call, meta_result)
         if shapes is None and _lacks_sizes(local_call):
             return None
@@ -240,10 +231,7 @@ class ShardingPropagator:
     def _strategy(
         self, local_call: LocalCall, args: Sequence[DTensorArg], shapes: Sequence[Ints] | None
     ) -> tuple[Strategy | None, bool]:
-        """The cheapest strategy, and True if the operator writes to a tensor that keeps the layout.
-
-        The strategy is None if no layouts are possible.
-        """
+        """The cheapest strategy or None, and True if a written tensor keeps its layout."""
         specs, sizes = [arg.spec for arg in args], [arg.dtype.itemsize for arg in args]
         if self.in_place:
             strategy = choose(local_call.map, specs, sizes, shapes, fixed=(0,))
@@ -254,13 +242,7 @@ class ShardingPropagator:
     def _gathered(
         self, call: DTensorCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
-        """The sharding of a call that runs on full tensors, which every rank gathers.
-
-        Warns, unless a rule exists and torch refuses the call on meta tensors.
-
-        Raises:
-            Exception: torch's error, if it is certain that torch refuses the call.
-        """
+        """The sharding of a call on gathered full tensors. Warns of the gathering."""
         refusal = meta_refusal(call)
         if refusal is not None and not self.draws:
             raise_if_certain(refusal, call)
@@ -337,10 +319,7 @@ def _can_have_grad(tensor: Tensor) -> bool:
 def _view_or_copy(
     call: DTensorCall, outputs: Sequence[DTensorSpec]
 ) -> tuple[Finish | None, list[Ints] | None]:
-    """The finishing step of an operator that in torch gives the input itself, a view or a copy.
-
-    Also the strides of the results; None if they are unknown.
-    """
+    """The last step of an operator whose result is input, view or copy; and the strides."""
     tensors = strides.without_memory(call.tensors)
     shown = strides.called(call, tensors)
     found = strides.meta_strides(shown, outputs)
@@ -352,10 +331,7 @@ def _view_or_copy(
 
 
 def _kind_of_view(sharding: OpSharding, call: DTensorCall) -> Finish:
-    """The finishing step of an operator that in torch gives a view.
-
-    Sets ``replays`` if torch must be able to repeat the call that made the view.
-    """
+    """The last step of a view; sets ``replays`` if torch must be able to repeat the call."""
     if getattr(sharding.way, "write", None) or _moves_elements(sharding, call.tensors):
         return Finish.COPIED_VIEW
     if _has_empty_shard(sharding):

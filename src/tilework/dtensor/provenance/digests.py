@@ -1,4 +1,4 @@
-"""Provenance digests: numbers that tell how each DTensor came about.
+"""Provenance digests: numbers that identify how each DTensor was computed.
 
 A digest is a hash of the operator, the layouts, the numbers among the arguments and the digests of
 the operands. It is the same on all ranks that do the same, since it includes nothing that differs
@@ -85,7 +85,7 @@ def stable_digest(*facts: Any) -> int:
 
 
 def digest_of(tensor: DTensorBase) -> int:
-    """The digest of a tensor: that which it was given, else a digest of the elements. Local."""
+    """The digest that a tensor was given, else a digest of the elements. Local."""
     digest = tensor._digest
     if digest is not None:
         return digest
@@ -130,14 +130,14 @@ def follow(tensor: DTensorBase, base: DTensorBase) -> None:
     The digest also changes with later writes to that memory.
     """
     is_content = base._digest is None and base._made is None and base._spec.is_replicated
-    # Of content, what it holds tells of writes.
+    # The contents show writes.
     tensor._made, tensor._digest = None if is_content else digest_of(base), None
 
 
 def follow_memory(tensor: DTensorBase) -> None:
     """Let the digest of a tensor that gets views depend on writes through these. Local."""
     is_content = tensor._digest is None and tensor._spec.is_replicated
-    if tensor._made is None and not is_content:  # of content, what it holds tells of writes
+    if tensor._made is None and not is_content:  # for content, the elements show writes
         tensor._made, tensor._digest = digest_of(tensor), None
 
 
@@ -172,7 +172,7 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
     digest, passes = grad._digest, call_counts_of(tensor._spec.mesh).passes
     record = grads_of(grad)
     noted = record.noted
-    # What the program has written, or made it of; None: nothing.
+    # The values that the program has written, or made it of; None: none.
     written = noted[1] if noted is not None and noted[0] == digest else digest
     if written is None:
         digest = hash((digest_of(tensor), passes, grads_of(tensor).cleared))

@@ -126,7 +126,7 @@ def note_output(tensor: DTensorBase, local: Any) -> None:
 
     Args:
         tensor: The output.
-        local: The output's local tensor, with which the program goes on.
+        local: The output's local tensor, which the program uses.
     """
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":

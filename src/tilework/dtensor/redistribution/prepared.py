@@ -71,12 +71,7 @@ class Adjoint:
 
 
 def _of_gradient(spec: DTensorSpec, own: Sequence[int]) -> DTensorSpec:
-    """The layout of a gradient: the tensor's, but partial axes are replicated or partial sums.
-
-    Args:
-        spec: The tensor's layout.
-        own: The axes along which each rank has a different gradient, and which stay partial.
-    """
+    """The layout of a gradient: partial axes are partial along ``own``, else replicated."""
     placements: list[Placement] = [
         (Partial() if axis in own else Replicate()) if isinstance(placement, Partial) else placement
         for axis, placement in enumerate(spec.placements)

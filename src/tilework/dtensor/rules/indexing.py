@@ -113,10 +113,7 @@ register_writer("index_put", no_local_rule, _index_put)
 
 
 def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
-    """Write to ranges of dims: each rank writes to the local shard of the ranges.
-
-    A single element of a sharded dim counts as a range of one element.
-    """
+    """Write to ranges: each rank writes its shard; an element is a range of one."""
     if not isinstance(value, Tensor):
         _fill(input[as_ranges(input, items)], value)
         return
@@ -163,11 +160,7 @@ def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:
-    """The boolean mask that is the whole index, with dims of size 1 added up to the input's ndim.
-
-    Returns:
-        None if the index is something else, or the mask does not fit the leading dims.
-    """
+    """The mask that is the whole index, with dims of size 1 to the input's ndim; else None."""
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or index.dim() == 0:
@@ -179,10 +172,7 @@ def _only_mask(input: DTensor, index: Any) -> Tensor | None:
 
 
 def _beside(input: Tensor, other: Tensor) -> Tensor:
-    """An index, or a number to write, moved from the CPU to the input's device, as torch does.
-
-    Beside a meta tensor it stays on the CPU, since indices are read, and meta tensors hold nothing.
-    """
+    """An index or number on the input's device; beside a meta tensor it stays on the CPU."""
     stays = not other.is_cpu or input.is_cpu or input.is_meta
     return other if stays else other.to(input.device)
 
@@ -197,13 +187,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
-    """The result of basic indexing, and for each dim of it the index tensor, or None.
-
-    None in place of the list if the index has no tensors.
-
-    As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
-    indices of its True elements.
-    """
+    """The result of basic indexing, and the index tensor of each dim (None: no tensors at all)."""
     first: list[Any] = []
     then: list[Any] = []
     dim = 0

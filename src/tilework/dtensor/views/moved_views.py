@@ -81,7 +81,7 @@ class Window(NamedTuple):
 
 
 def window_of(tensor: DTensorBase) -> Window:
-    """The window through which a tensor would show memory, were it a plain tensor. Local."""
+    """The window through which a tensor would show memory if it were plain. Local."""
     return Window(tensor._spec.shape, tensor._spec.strides, offset_of(tensor))
 
 
@@ -96,7 +96,7 @@ def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Win
 
 
 def offset_of(tensor: DTensorBase) -> int:
-    """The storage offset, in elements, that a tensor would have, were it plain. Local."""
+    """The storage offset, in elements, that a tensor would have if it were plain. Local."""
     return _start(tensor._viewed)
 
 
