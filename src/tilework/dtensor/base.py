@@ -271,7 +271,7 @@ class GradRecord:
 
 
 class Alias(NamedTuple):
-    """The same local memory as a tensor at a place in the graph where gradients are partial."""
+    """A tensor's local memory, at a place in the graph where gradients are partial."""
 
     tensor: Tensor
     #: The local tensor that the alias stands for.

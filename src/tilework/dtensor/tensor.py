@@ -455,7 +455,7 @@ class DTensor(DTensorBase):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | Tensor | None = None,
     ) -> None:
-        """Accumulate gradients in all leaves that this tensor depends on, as torch. Collective.
+        """Accumulate gradients in all leaves that this tensor depends on, as in torch. Collective.
 
         Args:
             gradient: The gradient with respect to this tensor; None for a single element.

@@ -118,7 +118,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Combine ``tensor`` over all ranks into rank ``dst``'s; other ranks' stay unchanged.
+    """Combine ``tensor`` over all ranks on rank ``dst``; on other ranks it stays unchanged.
 
     Args:
         tensor: The same shape and dtype on every rank; overwritten on ``dst``.
