@@ -216,7 +216,9 @@ void bind_flight_ring(nb::module_& m) {
             self.follow(slot, std::move(pending));
           },
           "slot"_a, "pending"_a)
-      .def("records", &FlightRing::records);
+      .def("records", &FlightRing::records)
+      .def("since", &FlightRing::since, "first"_a, "also"_a)
+      .def("grow", &FlightRing::grow, "capacity"_a);
 }
 
 void bind_arena(nb::module_& m) {

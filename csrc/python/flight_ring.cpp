@@ -2,6 +2,7 @@
 
 #include "python/py_group.h"
 
+#include <algorithm>
 #include <unordered_map>
 
 namespace nb = nanobind;
@@ -114,10 +115,10 @@ FlightRing::Entry& FlightRing::add() {
   return entry;
 }
 
-FlightRing::Entry* FlightRing::find(uint64_t slot) {
-  Entry& newest = entries_[slot % entries_.size()];
+const FlightRing::Entry* FlightRing::find(uint64_t slot) const {
+  const Entry& newest = entries_[slot % entries_.size()];
   if (newest.slot == slot) return &newest;
-  for (Entry& entry : unfinished_)
+  for (const Entry& entry : unfinished_)
     if (entry.slot == slot) return &entry;
   return nullptr;  // evicted twice
 }
@@ -197,8 +198,42 @@ nb::list FlightRing::records() const {
     if (entry.ended == 0) result.append(record(entry, now));
   const uint64_t size = entries_.size(), first = next_ > size ? next_ - size : 0;
   for (uint64_t slot = first; slot < next_; ++slot)
-    result.append(record(entries_[slot % size], now));
+    if (entries_[slot % size].slot == slot) result.append(record(entries_[slot % size], now));
   return result;
+}
+
+nb::tuple FlightRing::since(uint64_t first, const std::vector<uint64_t>& also) const {
+  nb::list result;
+  const TickScale::Now now(scale_);
+  const auto add = [&](uint64_t slot) {
+    const Entry* entry = find(slot);
+    if (!entry || slot >= next_) return;
+    std::shared_ptr<Completion> completion = entry->completion;
+    PyCompletion* pending = nullptr;
+    if (!completion && entry->pending.is_valid() && nb::try_cast(entry->pending, pending) &&
+        pending)
+      completion = pending->completion;
+    const uint64_t waited = completion ? completion->waited() : 0;
+    const uint64_t finished = completion ? completion->finished() : 0;
+    result.append(nb::make_tuple(slot, record(*entry, now), waited ? now.wall_ns(waited) : 0,
+                                 finished ? now.wall_ns(finished) : 0));
+  };
+  for (const uint64_t slot : also) add(slot);
+  const uint64_t size = entries_.size();
+  const uint64_t end = next_;  // a record may run Python code
+  for (uint64_t slot = std::max(first, end > size ? end - size : 0); slot < end; ++slot) add(slot);
+  return nb::make_tuple(end, now.wall_ahead_ns(), result);
+}
+
+void FlightRing::grow(size_t capacity) {
+  const size_t size = entries_.size();
+  if (capacity <= size) return;
+  std::vector<Entry> larger(capacity);
+  for (Entry& blank : larger) blank.ended = 1;  // it does not run
+  for (uint64_t slot = next_ > size ? next_ - size : 0; slot < next_; ++slot)
+    if (entries_[slot % size].slot == slot)
+      larger[slot % capacity] = std::move(entries_[slot % size]);
+  entries_ = std::move(larger);
 }
 
 }  // namespace tilework

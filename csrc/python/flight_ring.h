@@ -62,6 +62,14 @@ class FlightRing {
   /// Tuples, oldest first; see _core.pyi.
   nanobind::list records() const;
 
+  /// The operations from slot `first` on, and those of the slots in `also`, that are still here:
+  /// (the next slot, nanoseconds between the wall clock and the monotonic clock, a list of
+  /// (slot, record, when a thread first waited, when it was done)). Times are as in records().
+  nanobind::tuple since(uint64_t first, const std::vector<uint64_t>& also) const;
+
+  /// Keep at least `capacity` operations from now on.
+  void grow(size_t capacity);
+
  private:
   struct Entry {
     uint64_t slot = 0;
@@ -78,7 +86,10 @@ class FlightRing {
   };
 
   Entry& add();
-  Entry* find(uint64_t slot);
+  Entry* find(uint64_t slot) {
+    return const_cast<Entry*>(static_cast<const FlightRing*>(this)->find(slot));
+  }
+  const Entry* find(uint64_t slot) const;
   nanobind::tuple record(const Entry& entry, const TickScale::Now& now) const;
 
   TickScale scale_;

@@ -87,6 +87,7 @@ bool PyCompletion::wait(double timeout) const {
 }
 
 bool PyCompletion::wait_for_end(double timeout) const {
+  completion->note_wait();
   nb::gil_scoped_release nogil;
   return group->wait(*completion, is_message, timeout, signal_raised);
 }

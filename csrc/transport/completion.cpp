@@ -40,6 +40,7 @@ void Completion::complete(std::optional<Fault> fault, int source) {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_ = std::move(fault);
     source_ = source;
+    finished_ = ticks();
     callbacks.swap(callbacks_);
     awaited = state_.exchange(kDone) == kAwaited;
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "transport/fault.h"
+#include "transport/platform.h"
 #include "transport/waiting.h"
 
 namespace tilework {
@@ -32,6 +33,14 @@ class Completion {
   /// Complete; once only. Runs the callbacks, so hold no lock.
   void complete(std::optional<Fault> fault, int source = -1);
 
+  /// Note that a thread waits from now on, unless it is done.
+  void note_wait() {
+    if (!done() && waited() == 0) waited_.store(ticks(), std::memory_order_relaxed);
+  }
+  /// When a thread first had to wait for it, and when it was done, in ticks; 0: not yet.
+  uint64_t waited() const { return waited_.load(std::memory_order_relaxed); }
+  uint64_t finished() const { return done() ? finished_ : 0; }
+
   const uint64_t number;
 
  private:
@@ -42,6 +51,8 @@ class Completion {
   std::vector<std::function<void()>> callbacks_;
   std::optional<Fault> fault_;
   int source_ = -1;
+  std::atomic<uint64_t> waited_{0};
+  uint64_t finished_ = 0;
 };
 
 }  // namespace tilework

@@ -82,8 +82,15 @@ uint64_t ticks() {
   return static_cast<uint64_t>(now_ns());
 }
 
-TickScale::Now::Now(const TickScale& scale) : ticks_(ticks()), wall_ns_(wall_clock_ns()) {
-  const auto passed = static_cast<double>(now_ns() - scale.ns_);
+TickScale::Now::Now(const TickScale& scale) {
+  // Again if this thread lost its core between the clocks.
+  for (int tries = 0; tries < 4; ++tries) {
+    ns_ = now_ns();
+    ticks_ = ticks();
+    wall_ns_ = wall_clock_ns();
+    if (now_ns() - ns_ < 5 * kMicrosecond) break;
+  }
+  const auto passed = static_cast<double>(ns_ - scale.ns_);
   ns_per_tick_ = ticks_ > scale.ticks_ ? passed / static_cast<double>(ticks_ - scale.ticks_) : 0;
 }
 

@@ -34,10 +34,12 @@ class TickScale {
    public:
     explicit Now(const TickScale& scale);
     int64_t wall_ns(uint64_t moment) const;
+    /// The wall clock's nanoseconds less those of now_ns().
+    int64_t wall_ahead_ns() const { return wall_ns_ - ns_; }
 
    private:
     uint64_t ticks_;
-    int64_t wall_ns_;
+    int64_t wall_ns_, ns_;
     double ns_per_tick_;
   };
 

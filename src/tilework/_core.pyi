@@ -140,6 +140,10 @@ Record = tuple[
     int, Any, tuple[CodeType, int] | None, int, int, str | None, Any, int | None, int
 ]  # fmt: skip
 
+#: A slot, the operation in it, and the times when a thread first waited for the operation and when
+#: the operation was done: 0 if unknown, or not yet.
+TimedRecord = tuple[int, Record, int, int]
+
 def shape_label(shape: tuple[int, ...]) -> int:
     """The label of a shape, for run() and submit()."""
 
@@ -272,6 +276,11 @@ class FlightRing:
     def follow(self, slot: int, pending: Any) -> None: ...
     def records(self) -> list[Record]:
         """The operations in the ring, oldest first."""
+    def since(self, first: int, also: Sequence[int]) -> tuple[int, int, list[TimedRecord]]:
+        """The operations from slot `first` on, and those of the slots in `also`, that are still here;
+        before them the next slot, and the wall clock's nanoseconds less the monotonic clock's."""
+    def grow(self, capacity: int) -> None:
+        """Keep at least `capacity` operations from now on."""
 
 class FastPath(contract.FastPath):  # which has the same methods, and no base
     """A group's operations on torch's tensors, with the least overhead. One that needs any

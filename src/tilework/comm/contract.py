@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilework.comm.capabilities import Capability as Capability
 from tilework.comm.elastic.registers import Registers
-from tilework.comm.flight.ring import Entry
+from tilework.comm.flight.ring import Entry, Tail
 from tilework.comm.forms import FORMS as FORMS
 from tilework.comm.forms import Form as Form
 from tilework.comm.forms import Kind as Kind
@@ -693,6 +693,15 @@ class ProcessGroup(_Slots):
         Takes no lock and never blocks: any thread may call at any time.
         """
         return []
+
+    def flight_tails(self) -> list[Tail]:
+        """This rank's operations in the group from now on, for a single reader; a tail for each
+        backend of the group, none if no operations are recorded.
+        """
+        return []
+
+    def cut_tails(self) -> None:
+        """Keep nothing more for the reader of the tails."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the time that later operations may wait for other ranks."""

@@ -26,7 +26,7 @@ import torch
 from tilework.comm.backend import Backend, BackendConfig
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import watch
-from tilework.comm.flight.notes import Notes
+from tilework.comm.flight.notes import Notes, Sink
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.per_call.callbacks import end_idle_threads, finish_callbacks
 from tilework.comm.per_call.callsite import user_frame
@@ -124,6 +124,8 @@ class World(_Slots):
     watch: RankWatch | None = None
     #: The notes of the flight record.
     notes: Notes = field(default_factory=Notes)
+    #: Where events are written while the rank is traced; else None.
+    sink: Sink | None = None
     #: The default generator of a rank in a shared process; None: torch's default generator.
     generator: torch.Generator | None = None
     #: The state that higher layers keep for this rank, by class.
@@ -153,6 +155,8 @@ class World(_Slots):
         group.global_ranks = tuple(ranks)
         group.group_ranks = {rank: number for number, rank in enumerate(ranks)}
         self.records[group] = record
+        if self.sink is not None:
+            self.sink.see(record)
         _live.add(self)
         watch.arm()
 

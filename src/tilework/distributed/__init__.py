@@ -63,6 +63,7 @@ from tilework.comm.operations.internal import (
     scatter_object_list,
     send,
     send_object_list,
+    span,
 )
 from tilework.comm.per_call.internal import (
     DebugLevel,
@@ -223,6 +224,7 @@ __all__ = [
     "set_debug_level",
     "set_debug_level_from_env",
     "shrink_group",
+    "span",
     "split_group",
     "store_based_barrier",
     "supports_complex",

@@ -29,6 +29,9 @@ class PythonCompletion:
         self._callbacks: list[Callable[[], None]] = []
         #: For a receive: where the message came from.
         self.source_rank = -1
+        #: When a thread first had to wait, and when the operation was done, on the monotonic clock;
+        #: 0: not yet.
+        self.waited_ns = self.finished_ns = 0
 
     def complete(self, fault: FaultArgs | None = None) -> None:
         """End the operation, with success if ``fault`` is None, and call the callbacks. Only the
@@ -37,6 +40,7 @@ class PythonCompletion:
         with self._changed:
             if self._done:
                 return
+            self.finished_ns = time.monotonic_ns()
             self._done, self._fault = True, fault
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
@@ -54,6 +58,8 @@ class PythonCompletion:
 
     def wait(self, timeout: float) -> bool:
         begun = time.monotonic()
+        if not (self._done or self.waited_ns):
+            self.waited_ns = time.monotonic_ns()
         while not self._is_done_within(self._look_seconds if timeout < 0 else timeout):
             if timeout >= 0:
                 return False

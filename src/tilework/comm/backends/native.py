@@ -45,7 +45,7 @@ from tilework.comm.contract import (
 )
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
-from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
+from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot, Tail
 from tilework.comm.forms import (
     SCANS,
     Form,
@@ -223,6 +223,12 @@ class NativeGroup(ProcessGroup):
 
     def flight_entries(self) -> list[Entry]:
         return self.flight.entries()
+
+    def flight_tails(self) -> list[Tail]:
+        return [self.flight.tail()]
+
+    def cut_tails(self) -> None:
+        self.flight.cut()
 
     # -- failing -------------------------------------------------------------------------
 

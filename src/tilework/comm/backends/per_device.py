@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.flight.ring import Tail
 from tilework.comm.forms import Operation
 from tilework.errors import DistBackendError
 
@@ -125,6 +126,13 @@ class DispatchGroup(ProcessGroup):
     @property
     def authenticated(self) -> bool:
         return all(end.authenticated for end in self.ends)
+
+    def flight_tails(self) -> list[Tail]:
+        return [tail for end in self.ends for tail in end.flight_tails()]
+
+    def cut_tails(self) -> None:
+        for end in self.ends:
+            end.cut_tails()
 
     def set_timeout(self, timeout: timedelta) -> None:
         for end in self.ends:

@@ -5,8 +5,25 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from tilework.comm.flight.document import MAX_FAULTS, RecordedFault
+
+
+class Sink(Protocol):
+    """The place where a rank's events are written while the rank is traced; part of its World."""
+
+    def see(self, record: Any) -> None:
+        """Write the operations of the group of a new record of the rank's World."""
+        ...
+
+    def begin(self, name: str) -> None:
+        """A span of the calling thread begins."""
+        ...
+
+    def end(self) -> None:
+        """The span of the calling thread that began last is over."""
+        ...
 
 
 @dataclass(slots=True)

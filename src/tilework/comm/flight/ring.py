@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from tilework.comm.per_call.callsite import Site, format_site, in_library
 
@@ -29,7 +29,7 @@ FAILED: Final = "failed: "
 #: The peer of a receive from any rank.
 ANY_PEER: Final = -1
 
-_getframe, _now = sys._getframe, time.time
+_getframe, _now = sys._getframe, time.monotonic_ns
 
 Shapes = Sequence[Sequence[int]]
 
@@ -117,8 +117,45 @@ class Pending(Protocol):
 Slot = Any
 #: The type of this ring: the future entry, as a list, which is cheapest to make.
 _Slot = list[Any]
-_NUMBER, _WHAT, _CODE, _OFFSET, _ENTERED, _ENDED, _OUTCOME, _PEER, _TAG = range(9)
-_EMPTY: Final[_Slot] = [-1, "", None, None, 0.0, 0.0, "", None, 0]
+_NUMBER, _WHAT, _CODE, _OFFSET, _ENTERED, _ENDED, _OUTCOME, _PEER, _TAG, _PENDING = range(10)
+_EMPTY: Final[_Slot] = [-1, "", None, None, 0, 0, "", None, 0, None]
+
+#: The most operations that are kept for the reader of a :class:`Tail`.
+MOST_UNREAD: Final = 1 << 16
+
+
+class Timed(NamedTuple):
+    """An operation with exact times: nanoseconds of the monotonic clock, 0 if not known (yet)."""
+
+    #: Tells the operation from others of the ring.
+    key: int
+    #: As in :class:`Entry`.
+    number: int
+    what: What | str
+    site: str
+    peer: int | None
+    tag: int
+    #: The time of the call.
+    entered: int
+    #: Of an asynchronous operation: when a thread first had to wait for it.
+    waited: int
+    #: Of an asynchronous operation: when it was done.
+    finished: int
+    #: The time when the caller noticed the end.
+    ended: int
+    #: As in :class:`Entry`.
+    outcome: str
+
+
+class Tail(Protocol):
+    """The operations of a ring from some moment on, each of them: none is pushed out."""
+
+    #: The number of operations that came too fast, and are missing.
+    lost: int
+
+    def read(self) -> list[Timed]:
+        """The operations that began or ended since the last call. For a single thread."""
+        ...
 
 
 def capacity_setting() -> int:
@@ -147,7 +184,7 @@ class Ring:
         [(1, 'all_reduce float32 [2, 3]', 'done')]
     """
 
-    __slots__ = ("_late", "_numbers", "_slots")
+    __slots__ = ("_late", "_numbers", "_slots", "_tail")
 
     def __init__(self, capacity: int | None = None) -> None:
         size = max(1, capacity_setting() if capacity is None else capacity)
@@ -156,6 +193,7 @@ class Ring:
         #: Operations that were pushed out while they ran, such as a receive without a sender.
         self._late: deque[_Slot] = deque(maxlen=size)
         self._numbers = itertools.count(1)
+        self._tail: _Tail | None = None
 
     def begin(
         self, what: What | str, peer: int | None = None, tag: int = 0, depth: int = 1
@@ -177,11 +215,13 @@ class Ring:
         except (ValueError, AttributeError):  # not called from the user's code
             code = offset = None  # type: ignore[assignment]
         number = 0 if peer is not None else next(self._numbers)
-        slot = [number, what, code, offset, _now(), None, None, peer, tag]
+        slot = [number, what, code, offset, _now(), None, None, peer, tag, None]
         slots = self._slots
         if slots[0][_ENDED] is None:
             self._late.append(slots[0])
         slots.append(slot)
+        if self._tail is not None:
+            self._tail.add(slot)
         return slot
 
     def end(self, slot: Slot, failure: str = "") -> None:
@@ -197,12 +237,83 @@ class Ring:
 
         ``pending`` is kept alive, so it must not hold tensors.
         """
-        slot[_OUTCOME] = pending
+        slot[_PENDING] = pending
+
+    def tail(self) -> Tail:
+        """The operations from now on, for a single reader; an earlier tail gets no more."""
+        self._tail = _Tail()
+        return self._tail
+
+    def cut(self) -> None:
+        """Keep nothing more for the reader of the tail."""
+        self._tail = None
 
     def entries(self) -> list[Entry]:
         """The operations, oldest first. Takes no lock, so any thread may ask at any time."""
         late = [slot for slot in _copied(self._late) if slot[_ENDED] is None]
-        return [_entry(slot) for slot in (*late, *_copied(self._slots)) if slot is not _EMPTY]
+        ahead = _anchor.ahead()
+        slots = (*late, *_copied(self._slots))
+        return [_entry(slot, ahead) for slot in slots if slot is not _EMPTY]
+
+
+class _Tail:
+    """The tail of a :class:`Ring`."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self._new: deque[_Slot] = deque()
+        #: Operations without an end; True: done, but nobody has noticed.
+        self._running: dict[int, tuple[_Slot, bool]] = {}
+        self._keys = itertools.count()
+
+    def add(self, slot: _Slot) -> None:
+        """Keep an operation that has begun."""
+        if len(self._new) < MOST_UNREAD:
+            self._new.append(slot)
+        else:
+            self.lost += 1
+
+    def read(self) -> list[Timed]:
+        known = self._running
+        new = {next(self._keys): self._new.popleft() for _ in range(len(self._new))}
+        slots = {key: slot for key, (slot, _) in known.items()} | new
+        self._running = {
+            key: (slot, getattr(slot[_PENDING], "finished_ns", 0) > 0)
+            for key, slot in slots.items()
+            if slot[_ENDED] is None
+        }
+        return [
+            _timed(key, slot)
+            for key, slot in slots.items()
+            if key in new or known[key] != self._running.get(key)
+        ]
+
+
+def _timed(key: int, slot: _Slot) -> Timed:
+    number, what, code, offset, entered, ended, result, peer, tag, pending = slot
+    site = format_site(None if code is None else (code, offset))
+    waited, finished = (getattr(pending, name, 0) for name in ("waited_ns", "finished_ns"))
+    told = outcome(ended, pending if ended is None else result)
+    return Timed(key, number, what, site, peer, tag, entered, waited, finished, ended or 0, told)
+
+
+class _Anchor:
+    """The wall clock's seconds less those of the monotonic clock: the same for all groups, so that
+    times of different groups compare exactly.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = time.time() - time.monotonic()
+
+    def ahead(self) -> float:
+        """The seconds; taken again only after the wall clock was set, or the machine has slept."""
+        now = time.time() - time.monotonic()
+        if abs(now - self._ahead) > 1.0:
+            self._ahead = now
+        return self._ahead
+
+
+_anchor = _Anchor()
 
 
 def _copied(slots: deque[_Slot]) -> list[_Slot]:
@@ -213,11 +324,13 @@ def _copied(slots: deque[_Slot]) -> list[_Slot]:
             continue
 
 
-def _entry(slot: _Slot) -> Entry:
-    number, what, code, offset, entered, ended, result, peer, tag = slot
+def _entry(slot: _Slot, ahead: float) -> Entry:
+    """``ahead``: the wall clock's seconds less those of the monotonic clock."""
+    number, what, code, offset, entered, ended, result, peer, tag, pending = slot
     site: Site | None = None if code is None else (code, offset)
-    text = outcome(ended, result)
-    return Entry(number, describe(what), format_site(site), entered, ended, text, peer, tag)
+    text = outcome(ended, pending if ended is None else result)
+    times = entered / 1e9 + ahead, None if ended is None else ended / 1e9 + ahead
+    return Entry(number, describe(what), format_site(site), *times, text, peer, tag)
 
 
 def outcome(ended: float | None, result: str | Pending | None) -> str:

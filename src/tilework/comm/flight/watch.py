@@ -18,6 +18,8 @@ from typing import Final
 
 #: The variable with the folder for records; if unset, no records are written.
 DIRECTORY_VARIABLE: Final = "TILEWORK_FLIGHT_DIR"
+#: The variable with the folder for traces; if unset, ranks are traced only where they ask for it.
+TRACE_VARIABLE: Final = "TILEWORK_TRACE_DIR"
 WATCHER_NAME: Final = "tilework-flight"
 
 #: The launcher's signal for records: not SIGUSR1, which a program may use otherwise.

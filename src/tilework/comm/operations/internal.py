@@ -1,6 +1,7 @@
 """Names that the other packages of tilework use."""
 
 from tilework.comm.agreement import Facts, agree, agree_equal, check_equal
+from tilework.comm.flight.spans import span
 from tilework.comm.operations.breakpoints import breakpoint
 from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager, uncoalesced
 from tilework.comm.operations.collectives import *  # noqa: F403

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import CodeType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from tilework.comm.flight.ring import (
     ANY_PEER,
     Entry,
     Ring,
+    Tail,
+    Timed,
     capacity_setting,
     describe,
     outcome,
@@ -226,14 +228,65 @@ class CoreRing(Ring):
 
     def _entry(self, record: _core.Record) -> Entry:
         number, what, site, entered, ended, failure, pending, peer, tag = record
-        place = place_of(site)
         if peer is not None and not isinstance(what, str):  # the core knows group ranks only
             what = describe(what) + _of_message(what[0], peer, tag, self._ranks())
-            peer = ANY_PEER if peer < 0 else self._ranks()[peer]
+            peer = self.global_peer(peer)
         text = outcome(ended / 1e9 if ended else None, failure if ended else pending)
-        return Entry(
-            number, describe(what), place, entered / 1e9, ended / 1e9 or None, text, peer, tag
+        times = entered / 1e9, ended / 1e9 or None
+        return Entry(number, describe(what), place_of(site), *times, text, peer, tag)
+
+    def global_peer(self, peer: int) -> int:
+        """The global rank of the other end of a message of the fast path, or ANY_PEER."""
+        return ANY_PEER if peer < 0 else self._ranks()[peer]
+
+    def tail(self) -> Tail:
+        self.ring.grow(_TRACED_CAPACITY)
+        return _CoreTail(self)
+
+    def cut(self) -> None:
+        """Nothing is kept for the reader of a tail."""
+
+
+#: The operations that a ring keeps while it is traced: those of some milliseconds, at the least.
+_TRACED_CAPACITY: Final = 8192
+
+
+class _CoreTail:
+    """The tail of a :class:`CoreRing`: asks the core for the operations since the last read."""
+
+    def __init__(self, ring: CoreRing) -> None:
+        self.lost = 0
+        self._ring = ring
+        self._next = ring.ring.since(_core.NEVER_BYTES, ())[0]
+        #: The slots of operations without an end; True: done, but nobody has noticed.
+        self._running: dict[int, bool] = {}
+
+    def read(self) -> list[Timed]:
+        known = self._running
+        end, ahead, records = self._ring.ring.since(self._next, [*known])
+        self.lost += end - self._next - sum(each[0] >= self._next for each in records)
+        self._next = end
+        self._running = {
+            slot: finished > 0 for slot, record, _, finished in records if not record[4]
+        }
+        return [
+            self._timed(*each, ahead)
+            for each in records
+            if each[0] not in known or known[each[0]] != self._running.get(each[0])
+        ]
+
+    def _timed(
+        self, slot: int, record: _core.Record, waited: int, finished: int, ahead: int
+    ) -> Timed:
+        number, what, site, entered, ended, failure, pending, peer, tag = record
+        if peer is not None and not isinstance(what, str):
+            peer = self._ring.global_peer(peer)
+        told = outcome(ended or None, failure if ended else pending)
+        entered, waited, finished, ended = (
+            moment - ahead if moment else 0 for moment in (entered, waited, finished, ended)
         )
+        place = place_of(site)
+        return Timed(slot, number, what, place, peer, tag, entered, waited, finished, ended, told)
 
 
 class ShmGroup(NativeGroup):
