@@ -31,6 +31,7 @@ PRONOUNS = {
     "data": (0, 5),
     "distributed": (0, 5),
     "dtensor": (90, 54),
+    "inspect": (0, 0),
     "launch": (30, 13),
     "layout": (9, 15),
     "mesh": (5, 14),

@@ -36,6 +36,7 @@ FACES: Final[dict[str, tuple[str, ...]]] = {
     "dtensor": ("", "internal"),
     "checkpoint": ("", "command"),
     "parallel": ("data_parallel.ddp", "fully_sharded.module", "fully_sharded.unit"),
+    "inspect": ("", "command"),
     "testing": ("",),
     "launch": ("command",),
 }

@@ -42,6 +42,7 @@ LAYERS = (
     "checkpoint",
     "parallel",
     "capture",
+    "inspect",
     "torch_backend",
     "testing",
     "launch",

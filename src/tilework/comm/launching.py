@@ -11,6 +11,12 @@ from tilework.comm.flight.document import (
     printable,
 )
 from tilework.comm.flight.history import named
-from tilework.comm.flight.watch import DIRECTORY_VARIABLE, LAUNCHER_SIGNAL, arm, armed
+from tilework.comm.flight.watch import (
+    DIRECTORY_VARIABLE,
+    LAUNCHER_SIGNAL,
+    TRACE_VARIABLE,
+    arm,
+    armed,
+)
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.comm.per_call.callsite import in_library

@@ -39,7 +39,7 @@ from tilework.comm.operations import internal as operations
 from tilework.comm.operations.internal import all_reduce_sparse, leave_function
 from tilework.comm.per_call.internal import call_site
 from tilework.comm.provenance_digest import carrying
-from tilework.comm.world import GroupRecord, World
+from tilework.comm.world import GroupRecord, World, current_world
 from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
@@ -206,7 +206,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._name, self._desc = str(request.group_id), ""
         self._torch_store = request.store
         # A separate World: torch.distributed's groups are not tilework's.
-        self._world = World()
+        self._world = World(sink=current_world().sink)
         # Leaves the group when nobody holds this object any more, at the latest when Python ends.
         self._leave = weakref.finalize(self, self._world.close)
         self._group = _make_group(self._world, request, options)

@@ -7,8 +7,17 @@ from tilework.comm.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
-from tilework.comm.flight.ring import RUNNING
-from tilework.comm.flight.stragglers import Straggler
+from tilework.comm.flight.ring import RUNNING, Entry, Tail, Timed, What, describe
+from tilework.comm.flight.stragglers import (
+    LEAST_OPERATIONS,
+    LEAST_SECONDS,
+    RATIO,
+    Straggler,
+    own_times,
+    slowest,
+    stragglers,
+    without,
+)
 from tilework.comm.per_call.call_recorder import (
     CallRecorder,
     current_recorder,

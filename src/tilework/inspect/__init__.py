@@ -1,0 +1,25 @@
+"""Seeing: what all ranks do, on one timeline, with a judgement of who is waited for, and where.
+
+Example:
+    >>> from tilework.inspect import trace
+    >>> with trace("trace/") as seen:  # doctest: +SKIP
+    ...     train()
+    >>> print(seen.summary())  # doctest: +SKIP
+"""
+
+from tilework.inspect.format import TraceError
+from tilework.inspect.judging import Late, Speed, Summary, summarize
+from tilework.inspect.timeline import Timeline, read_timeline
+from tilework.inspect.tracing import Seen, trace
+
+__all__ = [
+    "Late",
+    "Seen",
+    "Speed",
+    "Summary",
+    "Timeline",
+    "TraceError",
+    "read_timeline",
+    "summarize",
+    "trace",
+]

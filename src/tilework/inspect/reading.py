@@ -1,0 +1,328 @@
+"""Reading a folder of ranks' traces: bounded, and as far as a cut file goes. Trusts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tilework.comm.launching import named, printable
+from tilework.comm.per_call.internal import RUNNING
+from tilework.inspect.format import MARK, MOST_READ_BYTES, VERSION, TraceError
+
+_NAME: Final = re.compile(r"rank-(\d{1,6})(\.\d+)?\.jsonl")
+_MOST_LINE_BYTES: Final = 1 << 20
+#: No number in a file is larger: some 292 years in nanoseconds.
+_LARGEST: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGroup:
+    """A group of ranks; equal in the traces of all members."""
+
+    name: str
+    backend: str
+    description: str
+    ranks: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        """The description, or the name if there is none."""
+        return printable(self.description or self.name)
+
+
+@dataclass(slots=True)
+class TracedOperation:
+    """An operation of one rank. Times are nanoseconds of the job's clock; 0: not known."""
+
+    rank: int
+    group: TracedGroup
+    #: Counts the group's collectives from 1; 0 for a message.
+    number: int
+    what: str
+    site: str
+    peer: int | None
+    tag: int
+    entered: int
+    #: Of an asynchronous operation: when a thread first had to wait for it; when it was done.
+    waited: int
+    finished: int
+    #: When the caller noticed the end.
+    ended: int
+    outcome: str
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        """The operation without dtype and shapes."""
+        return self.what.partition(" ")[0]
+
+    @property
+    def is_async(self) -> bool:
+        """True if the call returned before the operation was done."""
+        return bool(self.waited or (self.finished and self.outcome != RUNNING))
+
+    @property
+    def end(self) -> int:
+        """When the operation was over; the end of the trace if it still ran."""
+        return self.finished or self.ended or self.entered
+
+    @property
+    def blocked(self) -> tuple[int, int]:
+        """From when to when the rank waited in the operation; 0 and 0 if that is not known."""
+        if self.waited:
+            return self.waited, max(self.waited, self.end)
+        unknown = self.is_async or self.outcome == RUNNING
+        return (0, 0) if unknown else (self.entered, self.end)
+
+
+@dataclass(slots=True)
+class TracedSpan:
+    """A named part of a rank's program."""
+
+    rank: int
+    thread: int
+    name: str
+    start: int
+    end: int
+    #: False if the rank ended within it.
+    closed: bool = True
+
+
+@dataclass
+class RankTrace:
+    """The trace of one rank."""
+
+    rank: int
+    host: str
+    pid: int
+    job: str
+    clock: str
+    #: What the times count from: on the monotonic clock, and since 1970.
+    began: int
+    wall: int
+    own_thread: int
+    limits: dict[str, float]
+    operations: list[TracedOperation] = field(default_factory=list)
+    spans: list[TracedSpan] = field(default_factory=list)
+    threads: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, TracedGroup] = field(default_factory=dict)
+    last: int = 0
+    complete: bool = False
+    #: The most nanoseconds by which times are wrong beside those of the first rank's host.
+    clock_error: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+def read_folder(
+    folder: str | os.PathLike[str], most_bytes: int = MOST_READ_BYTES
+) -> list[RankTrace]:
+    """The traces in a folder, by rank.
+
+    Raises:
+        TraceError: There is no trace, or there are traces of several jobs.
+    """
+    path = Path(folder)
+    try:
+        names = sorted(name for name in os.listdir(path) if _NAME.fullmatch(name))
+    except OSError as error:
+        raise TraceError(f"cannot read the folder {str(path)!r}: {error.strerror}") from None
+    if not names:
+        raise TraceError(
+            f"there is no trace in {str(path)!r} (no rank-0.jsonl, …): name the folder given to "
+            f"trace() or to tilework run --trace"
+        )
+    traces, unreadable = [], []
+    for name in names:
+        try:
+            traces.append(read_file(path / name, most_bytes // len(names)))
+        except TraceError as error:
+            unreadable.append(f"{name} is left out: {error}")
+    if not traces:
+        raise TraceError(f"no trace in {str(path)!r} can be read: {unreadable[0]}")
+    _check_job(path, traces)
+    latest = max(trace.wall for trace in traces)
+    kept = [trace for trace in traces if trace.wall + trace.last >= latest]
+    if len(kept) < len(traces):
+        older = named(trace.rank for trace in traces if trace not in kept)
+        kept[0].problems.append(f"left out, as the files are of an earlier trace: {older}")
+    kept[0].problems += unreadable
+    return sorted(kept, key=lambda trace: trace.rank)
+
+
+def _check_job(path: Path, traces: list[RankTrace]) -> None:
+    jobs: dict[str, list[int]] = {}
+    for trace in traces:
+        jobs.setdefault(trace.job, []).append(trace.rank)
+    if len(jobs) > 1:
+        told = "; ".join(f"{named(ranks)} of job {printable(job)}" for job, ranks in jobs.items())
+        raise TraceError(
+            f"{str(path)!r} holds traces of {len(jobs)} jobs ({told}): keep each job's files in a "
+            f"folder of their own"
+        )
+
+
+def read_file(path: Path, most_bytes: int = MOST_READ_BYTES) -> RankTrace:
+    """The trace of one rank, as far as the file goes.
+
+    Raises:
+        TraceError: The file cannot be read, or is no trace of this version.
+    """
+    try:
+        with open(path, "rb") as file:
+            trace = _header(file.readline(_MOST_LINE_BYTES))
+            _Reader(trace).read(_bounded(file, trace, most_bytes))
+    except OSError as error:
+        raise TraceError(f"{path.name} cannot be read: {error.strerror}") from None
+    return trace
+
+
+def _bounded(file: Any, trace: RankTrace, most_bytes: int) -> Iterator[bytes]:
+    size = os.fstat(file.fileno()).st_size
+    left = most_bytes - file.tell()
+    while line := file.readline(_MOST_LINE_BYTES):
+        left -= len(line)
+        if left < 0:
+            read = f"{most_bytes / 1e6:,.1f} of {size / 1e6:,.1f} MB"
+            trace.problems.append(
+                f"of rank {trace.rank} only the first {read} are read: trace a shorter time"
+            )
+            return
+        yield line
+
+
+def _header(line: bytes) -> RankTrace:
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError):
+        raise TraceError("it does not begin with the header of a trace") from None
+    if not isinstance(header, dict) or MARK not in header:
+        raise TraceError("it is not a trace of tilework")
+    if header[MARK] != VERSION:
+        raise TraceError(
+            f"it is of version {header[MARK]!r:.20}, but this tilework reads version {VERSION}: "
+            f"read it with the tilework that wrote it"
+        )
+    try:
+        limits = {str(name): float(most) for name, most in header["limits"].items()}
+        texts = (printable(str(header[name]))[:200] for name in ("host", "job", "clock"))
+        host, job, clock = texts
+        numbers = (_whole(header[n]) for n in ("rank", "pid", "began", "wall", "thread"))
+        rank, pid, began, wall, thread = numbers
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"the header is not as expected: {type(error).__name__} {error}") from None
+    return RankTrace(rank, host, pid, job, clock, began, wall, thread, limits)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _LARGEST:
+        raise ValueError(f"a whole number was expected, not {value!r:.40}")
+    return value
+
+
+class _Reader:
+    """Reads the lines of a file, after the header, into a trace."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._trace = trace
+        self._texts: dict[int, str] = {}
+        self._open: dict[int, list[TracedSpan]] = {}
+        self._operations: dict[tuple[int, int], TracedOperation] = {}
+        self._read: dict[str, Callable[..., None]] = {
+            "t": self._text,
+            "g": self._group,
+            "o": self._operation,
+            "b": self._begin,
+            "e": self._end,
+            "h": self._thread,
+            "l": self._lost,
+            "x": self._full,
+            "z": self._complete,
+        }
+
+    def read(self, lines: Iterator[bytes]) -> None:
+        trace = self._trace
+        for number, line in enumerate(lines, 2):
+            try:
+                kind, *fields = json.loads(line)
+                self._read[kind](*fields)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                trace.problems.append(
+                    f"the file of rank {trace.rank} is cut or damaged in line {number}: what comes "
+                    f"before is used"
+                )
+                break
+        trace.operations = sorted(self._operations.values(), key=lambda op: op.entered)
+        trace.last = max((trace.last, *(op.end for op in trace.operations)), default=0)
+        for op in trace.operations:
+            if op.outcome == RUNNING:
+                op.finished = max(trace.last, op.entered)
+        for spans in self._open.values():
+            for span in spans:
+                span.end, span.closed = max(trace.last, span.start), False
+        trace.spans.sort(key=lambda span: (span.start, -span.end))
+        if not (trace.complete or trace.problems):
+            trace.problems.append(
+                f"the trace of rank {trace.rank} has no end: the rank still runs, or was killed"
+            )
+
+    def _text(self, number: int, text: str) -> None:
+        self._texts[_whole(number)] = printable(text).replace("\n", " ")
+
+    def _group(self, number: int, name: str, backend: str, about: str, ranks: list[int]) -> None:
+        name, backend, about = map(printable, (name, backend, about))
+        members = tuple(map(_whole, ranks))
+        self._trace.groups[_whole(number)] = TracedGroup(name, backend, about, members)
+
+    def _operation(
+        self, group: int, key: int, number: int, what: int, site: int, *rest: Any
+    ) -> None:
+        peer, tag, entered, waited, finished, ended, outcome, size = rest
+        self._operations[_whole(group), _whole(key)] = TracedOperation(
+            self._trace.rank,
+            self._trace.groups[group],
+            _whole(number),
+            self._texts[what],
+            self._texts[site],
+            None if peer is None else _whole(peer),
+            _whole(tag),
+            *(_whole(entered), _whole(waited), _whole(finished), _whole(ended)),
+            self._texts[outcome],
+            _whole(size),
+        )
+
+    def _begin(self, thread: int, moment: int, name: int) -> None:
+        span = TracedSpan(self._trace.rank, _whole(thread), self._texts[name], _whole(moment), 0)
+        self._open.setdefault(thread, []).append(span)
+        self._trace.spans.append(span)
+        self._trace.last = max(self._trace.last, moment)
+
+    def _end(self, thread: int, moment: int) -> None:
+        spans = self._open.get(_whole(thread))
+        if spans:  # else the span began before the trace
+            spans.pop().end = _whole(moment)
+        self._trace.last = max(self._trace.last, moment)
+
+    def _thread(self, thread: int, name: str) -> None:
+        self._trace.threads[_whole(thread)] = printable(name)
+
+    def _lost(self, operations: int, spans: int) -> None:
+        lost = f"{_whole(operations):,} operations and {_whole(spans):,} spans"
+        text = f"rank {self._trace.rank} was too fast: {lost} are missing"
+        self._trace.problems = [p for p in self._trace.problems if "was too fast" not in p]
+        self._trace.problems.append(text)
+
+    def _full(self, moment: int) -> None:
+        self._trace.last = max(self._trace.last, _whole(moment))
+        self._trace.problems.append(
+            f"the file of rank {self._trace.rank} was full after {moment / 1e9:.1f} s: trace a "
+            f"shorter time, or give trace() more most_bytes"
+        )
+
+    def _complete(self, moment: int) -> None:
+        self._trace.last = max(self._trace.last, _whole(moment))
+        self._trace.complete = True
