@@ -29,6 +29,7 @@ MAY_IMPORT_TESTING = ("testing", "launch", "cli")
 #: What a function may import, and why it is not at the top of the file.
 LATE_IMPORTS = {
     "tilework.launch.command": "slow, and `tilework checkpoint` does without",
+    "tilework.inspect": "loads torch, and only traced ranks need it",
     "tilework.checkpoint.command": "slow, and only `tilework checkpoint` needs it",
     "rich": "slow, and only some commands draw",
     "asyncio": "slow, and only servers need it",

@@ -1,4 +1,4 @@
-"""The command line: ``tilework run``, ``doctor``, ``explain`` and ``checkpoint``."""
+"""The command line: ``tilework run``, ``doctor``, ``explain``, ``trace`` and ``checkpoint``."""
 
 from __future__ import annotations
 

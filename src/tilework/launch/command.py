@@ -24,7 +24,7 @@ from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
 
-_COMMANDS = ("run", "doctor", "explain", "checkpoint")
+_COMMANDS = ("run", "doctor", "explain", "trace", "checkpoint")
 
 _NOTES = """\
   tilework train.py                       run a script, one rank per core: short for tilework run
@@ -90,6 +90,7 @@ def parser_of_commands(version: str) -> argparse.ArgumentParser:
     _add_run(commands)
     _add_doctor(commands)
     _add_explain(commands)
+    _add_trace(commands)
     _add_checkpoint(commands)
     return parser
 
@@ -125,6 +126,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--nnodes", type=_nodes, default=1, metavar="N", help=_NNODES_HELP)
     add("--node-rank", "--node_rank", type=int, default=0, metavar="K", help=_NODE_RANK_HELP)
     add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
+    add("--trace", type=Path, metavar="D", help="write what ranks do to D, for tilework trace D")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
     rest = add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
@@ -200,6 +202,7 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
         nnodes=options.nnodes,
         node_rank=options.node_rank,
         rdzv=options.rdzv,
+        trace=options.trace,
     )
 
 
@@ -400,3 +403,43 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(
         parser=parser, command=lambda options: print_diagnosis(options.folder, options.json)
     )
+
+
+# tilework trace
+
+_TRACE_NOTES = """\
+DIR holds what ranks wrote with tilework run --trace DIR, or in a program with
+tilework.inspect.trace(DIR).
+
+The exit status is 0, or 2 if there is no trace that can be read.
+
+  tilework trace trace                    who was waited for, where, how much
+  tilework trace trace -o step.json       also a file for ui.perfetto.dev, and step.html
+  tilework trace trace --json             the summary, for a program
+"""
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="show what ranks did, on one timeline: who was waited for, and where",
+        epilog=_TRACE_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where the traces are")
+    parser.add_argument("-o", dest="output", metavar="FILE", type=Path, help=_TRACE_OUTPUT_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    parser.set_defaults(
+        parser=parser,
+        command=lambda options: _trace(options.folder, options.output, options.json),
+    )
+
+
+_TRACE_OUTPUT_HELP = "write FILE.json for Perfetto, and FILE.html, a page; FILE.html: only the page"
+
+
+def _trace(folder: Path, output: Path | None, as_json: bool) -> int:
+    # Imported late, as it loads torch.
+    module = importlib.import_module("tilework.inspect.command")
+    status: int = module.show_trace(folder, output, as_json)
+    return status

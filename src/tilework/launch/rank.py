@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NoReturn, cast
 
+from tilework.comm.launching import TRACE_VARIABLE
 from tilework.comm.launching import arm as arm_flight_records
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
@@ -130,7 +131,8 @@ def run_program_of_rank(program: Program, plan: RankPlan) -> int:
     """Run ``program``, report how it fails if it does, and return the exit status."""
     me = os.getpid()
     try:
-        program.run(plan.rank)
+        with _traced():
+            program.run(plan.rank)
     except BaseException as error:
         code = _exit_code(error)
         # A child that the program forked may arrive here, too: it is not a rank.
@@ -145,6 +147,16 @@ def run_program_of_rank(program: Program, plan: RankPlan) -> int:
                 abort_groups(f"rank {plan.rank} failed: {how}")
         return code
     return 0
+
+
+def _traced() -> contextlib.AbstractContextManager[object]:
+    """Write this rank's trace in the block, if the environment names a folder for traces."""
+    folder = os.environ.get(TRACE_VARIABLE)
+    if not folder:
+        return contextlib.nullcontext()
+    from tilework.inspect import trace
+
+    return trace(folder)
 
 
 def end(code: int) -> NoReturn:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from tilework.comm.launching import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
@@ -72,7 +73,9 @@ def _run_here(
     os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # ranks inherit our environment
     output = Output(settings)
     with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
-        return _run(settings, program, threads, _Parts(output, stdin, flight, nodes, cpus))
+        return _run(
+            settings, program, threads, _Parts(output, stdin, flight, settings.trace, nodes, cpus)
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class _Parts:
     stdin: StandardInput
     #: The folder for the flight records of this host's ranks.
     flight: FlightFolder
+    #: The folder of the ranks' traces; None: they are not traced.
+    trace: Path | None = None
     #: The place among several hosts' launchers; None: the job has a single host.
     nodes: Nodes | None = None
     #: The CPUs of each rank of this host, by local rank; empty: any.
@@ -122,6 +127,8 @@ class _Parts:
         if outcome.root is not None and (records := self.flight.announce()):
             notes.append(records)
         self.flight.close()
+        if self.trace is not None:
+            notes.append(f"what the ranks did: tilework trace {self.trace} -o step.json")
         for line in notes:
             self.output.write_notice(f"tilework: {line}\n")
 

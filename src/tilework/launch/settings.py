@@ -63,6 +63,8 @@ class LaunchSettings:
     """This host's number among the nodes."""
     rdzv: tuple[str, int] | None = None
     """Host and port at which the launchers meet; the launcher of node 0 serves there."""
+    trace: Path | None = None
+    """The folder that ranks write their traces to; None: ranks trace only what they choose to."""
 
     @property
     def outlives_ranks(self) -> bool:
