@@ -22,6 +22,7 @@ from tilework.capture.program.vote import VotingRanks, Way
 from tilework.capture.recording.arguments import StepCall, flatten
 from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call
+from tilework.comm.operations.internal import span
 from tilework.comm.per_call.internal import current_recorder
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import DTensorSpec, layout_of, local_tensor_of
@@ -157,7 +158,8 @@ class Program(Generic[P, T]):
                 continue
             way = self._ranks.decide(Way.CHECK if record.code.is_due() else Way.RUN)
             if way is Way.RUN:
-                result = record.run(inputs)
+                with span("captured step"):
+                    result = record.run(inputs)
                 if result is NOT_CURRENT:
                     continue
                 self._unused = 0

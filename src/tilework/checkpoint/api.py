@@ -22,6 +22,7 @@ from tilework.checkpoint.saving import SaveOptions, prepare_save, write_and_comm
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.url_storage import AnyPath, storage_at
+from tilework.comm.operations.internal import span
 from tilework.comm.per_call.internal import ATTRIBUTE, torch_names
 from tilework.comm.world import AnyGroup, is_initialized
 
@@ -124,7 +125,8 @@ def save(
     """
     ranks = Ranks(group)
     prepared = prepare_save(storage_at(path), state, ranks, options, raise_pending)
-    with _progress(f"saving {path}", prepared.nbytes, ranks, "the disk") as progress:
+    told = _progress(f"saving {path}", prepared.nbytes, ranks, "the disk")
+    with span("save a checkpoint"), told as progress:
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
 
 
@@ -225,7 +227,7 @@ def load(
     """
     ranks = Ranks(group)
     options = LoadOptions(_patterns(names), map_names, strict, verify)
-    with _progress(f"loading {path}", 0, ranks) as progress:
+    with span("load a checkpoint"), _progress(f"loading {path}", 0, ranks) as progress:
         return load_into(storage_at(path), into, ranks, options, progress)
 
 

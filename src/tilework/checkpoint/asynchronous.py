@@ -26,6 +26,7 @@ from tilework.checkpoint.save_planning import PlacedBox
 from tilework.checkpoint.saving import Save, SaveOptions, prepare_save, write_and_commit
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.tensor_bytes import copy_all, lasting_bytes
+from tilework.comm.operations.internal import span
 from tilework.comm.world import current_world
 from tilework.errors import CheckpointError
 
@@ -204,7 +205,8 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
 
 
 def _write(save: Save, copies: _Copies, ranks: Ranks, pending: PendingSave) -> None:
-    write_and_commit(save, copies.elements_of, ranks, pending._count)
+    with span("save a checkpoint"):
+        write_and_commit(save, copies.elements_of, ranks, pending._count)
 
 
 def _error_of(work: Callable[[], None]) -> BaseException | None:

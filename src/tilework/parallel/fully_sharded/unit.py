@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.contract import ReduceOp
-from tilework.comm.operations.internal import all_reduce
+from tilework.comm.operations.internal import all_reduce, span
 from tilework.comm.provenance_digest import OF_A_UNIT, carrying
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import (
@@ -396,7 +396,7 @@ class Unit:
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module's forward pass with full parameters. Collective."""
-        with ExitStack() as around:
+        with span(self._text), ExitStack() as around:
             with outside_transforms():
                 use = None if self._depth else self._enter(around)
             self._depth += 1
