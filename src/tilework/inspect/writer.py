@@ -20,7 +20,6 @@ from tilework.comm.backends.machine import host_calibration
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.internal import Tail, Timed, What, describe
 from tilework.comm.world import GroupRecord, World, live_worlds
-from tilework.errors import DistError
 from tilework.inspect.format import MARK, MOST_BYTES, MOST_TEXT_CHARS, VERSION, TraceError
 from tilework.store import Store
 
@@ -315,7 +314,9 @@ def _item_bytes(dtype: str) -> int:
 
 def _job_of(store: Store) -> str:
     """An id that the ranks of a store agree on: the first rank to ask makes it."""
-    with suppress(DistError, OSError):  # then the id is of this process alone
+    with suppress(
+        Exception
+    ):  # a store that is closed, or lacks this: then the id is of this process
         return store.compare_set(_JOB_KEY, "", secrets.token_hex(8)).decode()
     return ""
 
