@@ -79,3 +79,8 @@ def test_what_is_lost_is_counted() -> None:
         return len(tail.read()) + tail.lost
 
     assert run_ranks(2, program, kind="processes") == [9000] * 2
+
+
+@pytest.mark.usefixtures("without_core")
+def test_the_times_of_asynchronous_operations_in_python() -> None:
+    test_the_times_of_asynchronous_operations("threads")
