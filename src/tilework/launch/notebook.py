@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import sys
 import threading
+import time
 from typing import Final
 
 from tilework.launch.output import RankEnds
@@ -32,6 +34,9 @@ class CellOutput:
         self._stream = sys.stdout
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
+        #: Set while no line is on the way from a pipe to the cell.
+        self._idle = threading.Event()
+        self._idle.set()
 
     def open(self, rank: int) -> RankEnds:
         """Make the pipe of one rank, for both stdout and stderr."""
@@ -51,6 +56,16 @@ class CellOutput:
             os.close(key.fd)
         self._selector.close()
 
+    def settle(self) -> None:
+        """Wait, two seconds at most, until the cell shows all that ranks have written so far."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        while time.monotonic() < deadline and self._thread is not None:
+            # In this order: bytes that were read before the first look are shown when idle.
+            if not any(map(_has_unread, list(self._selector.get_map() or ()))):
+                self._idle.wait(deadline - time.monotonic())
+                return
+            time.sleep(0.001)
+
     def close(self) -> None:
         """Wait for the last lines, once the ranks have ended. Idempotent."""
         if self._thread is not None:
@@ -60,13 +75,22 @@ class CellOutput:
     def _pass_on(self) -> None:
         while self._selector.get_map():
             for key, _ in self._selector.select():
+                self._idle.clear()
                 data = os.read(key.fd, _CHUNK_BYTES)
                 assembler: LineAssembler = key.data
                 lines = assembler.feed(data) if data else assembler.finish()
                 if lines:
                     self._stream.write(lines.decode(errors="replace"))
+                self._idle.set()
                 if not data:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
         self._stream.flush()
         self._selector.close()
+
+
+def _has_unread(fd: int) -> bool:
+    try:
+        return bool(select.select([fd], [], [], 0)[0])
+    except OSError:  # the other thread has closed it since
+        return False

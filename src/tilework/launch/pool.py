@@ -84,6 +84,7 @@ class RankPool:
         try:
             self._send(call)
             self._collect(answers)
+            self._running.settle()
         except KeyboardInterrupt:
             self._interrupt(answers)
             raise

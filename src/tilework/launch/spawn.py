@@ -39,8 +39,8 @@ class RunningRanks:
     process are ended then.
     """
 
-    def __init__(self, job: Job, folder: str) -> None:
-        self._job = job
+    def __init__(self, job: Job, folder: str, cell: CellOutput | None = None) -> None:
+        self._job, self._cell = job, cell
         self._folder = folder
         self._joined = False
         #: The ranks' results, in the order of ranks, once :meth:`join` has returned True.
@@ -67,6 +67,11 @@ class RunningRanks:
         self.close()
         _raise_for(outcome)
         return True
+
+    def settle(self) -> None:
+        """In a notebook, wait until the cell shows what the ranks have written so far."""
+        if self._cell is not None:
+            self._cell.settle()
 
     def close(self) -> None:
         """Kill the ranks that are alive, and clean up. Idempotent."""
@@ -180,7 +185,7 @@ def spawn(
     cell = CellOutput() if in_notebook() else None
     folder = tempfile.mkdtemp(prefix="tilework-")
     job = Job(settings, Function(fn, args, folder), threads_per_rank(nprocs, os.environ), cell=cell)
-    ranks = RunningRanks(job, folder)
+    ranks = RunningRanks(job, folder, cell)
     try:
         job.__enter__()
     except BaseException:
