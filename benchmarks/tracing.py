@@ -18,6 +18,9 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from plotting import add_plot_option, chart, draw
+from rich.console import Console
+from rich.table import Table
 
 import tilework.distributed as dist
 from tilework.inspect import read_timeline, trace
@@ -69,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=("processes", "threads"), default="processes")
     parser.add_argument("--ranks", type=int, default=2)
+    add_plot_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(options.ranks, program, folder, kind=options.kind, timeout=_LIMIT)
@@ -79,10 +83,15 @@ def main() -> None:
         cpu[mode] = max(statistics.median(own for _, own in each[mode]) for each in found)
     rate = STEPS * CALLS / best["off"]
     print(f"{rate:,.0f} operations a second and rank; {seen:,} seen in the last turn")
+    table = Table(title="Milliseconds of a step")
+    for head in ("", "off", "traced", "more"):
+        table.add_column(head, justify="right" if head else "left")
     for name, times in (("wall clock, best turn", best), ("CPU time, median turn", cpu)):
         ms = {mode: 1000 * seconds / STEPS for mode, seconds in times.items()}
         more = ms["traced"] / ms["off"] - 1
-        print(f"{name}: a step {ms['off']:.3f} ms, traced {ms['traced']:.3f} ms ({more:+.1%})")
+        table.add_row(name, f"{ms['off']:.3f}", f"{ms['traced']:.3f}", f"{more:+.1%}")
+    Console().print(table)
+    draw(options.plot, chart(table, ["off", "traced"]))
 
 
 if __name__ == "__main__":

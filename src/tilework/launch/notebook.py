@@ -8,7 +8,7 @@ import selectors
 import sys
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 from tilework.launch.output import RankEnds
 from tilework.launch.output_lines import LineAssembler, prefix_for
@@ -89,7 +89,7 @@ class CellOutput:
         self._selector.close()
 
 
-def _has_unread(fd: int) -> bool:
+def _has_unread(fd: Any) -> bool:
     try:
         return bool(select.select([fd], [], [], 0)[0])
     except OSError:  # the other thread has closed it since

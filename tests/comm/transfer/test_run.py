@@ -496,7 +496,7 @@ def test_a_rank_that_does_something_else_is_named() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[int], object], str]] = {
-    "count": (lambda rank: run_plan(plan(ROWS, COLUMNS, rank), []), "told the dtype"),
+    "count": (lambda rank: run_plan(plan(ROWS, COLUMNS, rank), []), "know the dtype"),
     "more": (
         lambda rank: run_plan(plan(ROWS, COLUMNS, rank), [torch.ones(3, 4)] * 2),
         "one tensor for each of the 1 tiles",
