@@ -244,7 +244,7 @@ WRITES: Mapping[str, Sequence[str]] = {
         "functional.dropout({x}, 0.5, training=False, inplace=True)",
         "{x}.renorm_(2, {d}, 1.0)", "{x}.sigmoid_()",
         "torch.nn.init.constant_({x}, {f})", "{x}.copy_({x}.flip(0))",
-        "{x}.logit_(0.1)", "{x}.xlogy_({o}.abs())",
+        "with torch.no_grad(): {fixed}.set_({o})", "{x}.logit_(0.1)", "{x}.xlogy_({o}.abs())",
     ),
     "data": (
         "{x}.data = {y} * 2", "{x}.data = {x}.data * 2", "{x}.data = {y}.data",

@@ -2,7 +2,7 @@
 
 Left out are these kinds of statements:
 
-- other data (``x.data = y``) for a view, for what was computed from a leaf, for what has
+- other data (``x.data = y``, ``set_``) for a view, for what was computed from a leaf, for what has
   views in its graph, and for what an operator has kept for its backward pass; of another shape,
   for a leaf;
 - dims changed in place of what requires a gradient;
@@ -31,6 +31,7 @@ from tests.fuzz.fairness import Fairness
 from tests.fuzz.language import Run
 
 _GIVEN = re.compile(r"\b(v\d+)\.data\b(?![.\[])")
+_SET = re.compile(r"\b(v\d+)\.set_\(")
 _DIMS = re.compile(r"\b(v\d+)\.(?:t|transpose|squeeze|unsqueeze|swapaxes|swapdims)_\(")
 _OUT = re.compile(r"out=(v\d+)\b(?!\[)")
 _UNGRADED = re.compile(r"no_grad|inference_mode")
@@ -79,7 +80,7 @@ class Speaker:
         """True if a statement is not of the language, whatever it writes."""
         tensors = self.run.tensors()
         target = text.partition(" = ")[0] if " = " in text else ""
-        given = [tensors.get(name) for name in _GIVEN.findall(target)]
+        given = [tensors.get(name) for name in _GIVEN.findall(target) + _SET.findall(text)]
         if any(x is not None and not self._takes_data(x) for x in given):
             return True
         ungraded = bool(_UNGRADED.search(text))
@@ -108,7 +109,7 @@ class Speaker:
         tensors = self.run.tensors()
         return any(
             name in shapes and name in tensors and tensors[name].shape != shapes[name]
-            for name in _GIVEN.findall(text.partition(" = ")[0])
+            for name in _GIVEN.findall(text.partition(" = ")[0]) + _SET.findall(text)
         )
 
     def _has_sibling(self, x: Tensor) -> bool:

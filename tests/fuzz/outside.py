@@ -52,7 +52,10 @@ _BEYOND = (
     "with torch.no_grad(): torch.sum(v0, 0, out=v0)",
     "descend(v0 * v0)\ntorch.optim.SGD([v0], 0.1, momentum=0.5).step()",
 )
-_GIVES = (*("v0.data = {form}", "v0.data = {form}", "with torch.no_grad(): v0.data = {form}"),)
+_GIVES = (
+    *("v0.data = {form}", "v0.data = {form}", "with torch.no_grad(): v0.data = {form}"),
+    "with torch.no_grad(): v0.set_({form})",
+)
 _AFTER = (
     *("", "v0.mul_(3)", "with torch.no_grad(): v0.mul_(3)", "v1.mul_(2)", "v1.data.mul_(2)"),
     *("v7.data[1].mul_(3)", "write_local(v7.detach(), 3.0)", "write_local(v0.detach(), 3.0)"),

@@ -18,6 +18,7 @@ _LEAF = "v0 = leaf('v0', (4, 4), 1, 'R')\n"
         ("v1 = v0 * 2\nv1.data = v1.data * 2", False),
         ("v1 = v0[0]\nv0.data = v0.data * 2", False),
         ("v1 = v0 * v0\nv0.data = v0.data * 2", False),
+        ("v1 = v0 * 2\nwith torch.no_grad(): v0.set_(v0.detach() * 2)", True),
         # Memory written to behind autograd's back.
         ("v1 = v0.exp()\nv1.data.mul_(2.0)", False),
         ("v1 = v0.exp()\nv0.data.mul_(2.0)", True),

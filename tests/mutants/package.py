@@ -101,8 +101,8 @@ GRADIENTS = [
     fault(
         "PowerSGD: the error is not fed back",
         "parallel/comm_hooks/powersgd.py",
-        "            buffer.add_(error)\n",
-        "            pass\n",
+        "        buffer.add_(error)\n",
+        "        pass\n",
         "tests/parallel/comm_hooks/test_powersgd.py",
     ),
     fault(

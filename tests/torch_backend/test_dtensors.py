@@ -504,6 +504,8 @@ def step_together(rank: Rank) -> None:
         assert x.full_tensor().tolist() == (VALUES + 1).tolist()
         with pytest.raises(TypeError, match=r"add with out= got a DTensor of torch"):
             torch.add(x, 1, out=theirs)
+        with pytest.raises(TypeError, match=r"set_\(\) got a DTensor of torch"):
+            x.set_(theirs)
 
 
 def spread(mesh: DeviceMesh) -> DTensor:

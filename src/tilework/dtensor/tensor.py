@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -440,13 +440,15 @@ class DTensor(DTensorBase):
     def data(self, value: Tensor) -> None:
         gradients.set_data(self, value)
 
-    def set_(self, *source: Any, **named: Any) -> NoReturn:  # torch offers it to no interception
-        """Raise TypeError: the memory of several ranks has no storage."""
-        raise TypeError(
-            f"set_() of a DTensor, which has its elements on several ranks, takes no memory: write "
-            f"x.data = y, which shows the memory of another DTensor, or x.copy_(y) for the values; "
-            f"got {', '.join(type(each).__name__ for each in (*source, *named.values()))}"
-        )
+    def set_(self, *source: Any, **named: Any) -> DTensor:  # torch offers it to no interception
+        """Show the memory of another DTensor from now on. Returns this tensor. Local.
+
+        Raises:
+            TypeError: ``source`` is not a DTensor, or sizes and strides are given, too.
+            RuntimeError: ``source`` has another dtype, or gradients are recorded.
+        """
+        gradients.set_memory(self, *source, *named.values())
+        return self
 
     def backward(
         self,

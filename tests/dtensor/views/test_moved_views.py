@@ -249,18 +249,18 @@ def test_hooks_stay_on_views_when_data_is_written() -> None:
     check(program)
 
 
-def test_data_shares_memory() -> None:
+def test_set_and_data_share_memory() -> None:
     def program(d: Make) -> Sequence[Any]:
         x, y, z = d(SQUARE), d(SQUARE * 2), d(SQUARE * 3)
         old = x[1:]
-        x.data = y
+        x.set_(y)  # type: ignore[call-overload]
         rows = x[2:]
         y[2].mul_(5)
         z.data = y
         x.add_(1)
         last = z[3:, 1:]
         z[3].zero_()
-        y.data = y[1:3].t()
+        y.set_(y[1:3].t())  # type: ignore[call-overload]
         y.sub_(1)
         return [old, rows, x, y, z, last]
 
@@ -322,12 +322,17 @@ def test_an_equation_that_sums_nothing_gives_a_view() -> None:
     check(program, 4)
 
 
-def test_set_is_refused() -> None:
+def test_what_set_does_not_take() -> None:
     def on_rank(rank: int) -> None:
-        x: Any = distributed(SQUARE.clone(), init_device_mesh("cpu", (2,)), Layout((Shard(0),)))
-        for args in ((), (SQUARE,), (x.clone(),), (x, 0, (2, 2), (2, 1))):
-            with pytest.raises(TypeError, match=r"write x.data = y"):
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distributed(SQUARE.clone(), mesh, Layout((Shard(0),)))
+        for args in ((), (SQUARE,), (SQUARE.untyped_storage(),), (x, 0, (2, 2), (2, 1))):
+            with pytest.raises(TypeError, match="takes another DTensor"):
                 x.set_(*args)
+        with pytest.raises(RuntimeError, match="convert it first"):
+            x.set_(x.double())
+        with pytest.raises(RuntimeError, match="in-place operation"):
+            x.clone().requires_grad_().set_(x)
 
     run_ranks(2, on_rank)
 

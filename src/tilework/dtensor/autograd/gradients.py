@@ -298,6 +298,28 @@ def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
     return True
 
 
+def set_memory(tensor: DTensorBase, *source: Any) -> None:
+    """Give the tensor the memory and layout of another, as ``tensor.set_(source)`` does."""
+    for each in source:
+        refuse_torch_dtensor(each, "set_()")
+    if len(source) != 1 or not isinstance(source[0], DTensorBase):
+        raise TypeError(
+            f"set_() of a DTensor takes another DTensor, whose memory it shows from then on, got "
+            f"{', '.join(type(each).__name__ for each in source) or 'nothing'}: memory of several "
+            f"ranks has no storage. x.copy_(y) takes values only"
+        )
+    check_no_leaf(tensor)
+    if source[0].dtype != tensor.dtype:
+        raise RuntimeError(
+            f"set_() got a tensor of {source[0].dtype} for one of {tensor.dtype}: convert it first"
+        )
+    if torch.is_grad_enabled() and (tensor.requires_grad or source[0].requires_grad):
+        raise RuntimeError("set_() has no gradient: call it under no_grad(), or x.data = y")
+    set_data(tensor, source[0])
+    if tensor.requires_grad:  # torch counts it as a write, unlike x.data = y
+        torch.autograd.graph.increment_version(tensor._local_tensor)
+
+
 def autograd_backward(
     tensors: Any,
     grad_tensors: Any = None,
