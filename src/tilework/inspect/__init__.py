@@ -10,7 +10,7 @@ Example:
 from tilework.inspect.format import TraceError
 from tilework.inspect.judging import Late, Speed, Summary, summarize
 from tilework.inspect.timeline import Timeline, read_timeline
-from tilework.inspect.tracing import Seen, trace
+from tilework.inspect.traced_block import Seen, trace
 
 __all__ = [
     "Late",

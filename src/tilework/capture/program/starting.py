@@ -11,7 +11,7 @@ import torch
 from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.group_call import GroupCall, wait_for
 from tilework.capture.program.reordering import HeldBack, Touched, is_barrier, up_to_backward
-from tilework.capture.program.table import peak_bytes
+from tilework.capture.program.summary import peak_bytes
 from tilework.cores import has_spare_core
 
 #: A collective of fewer bytes, or beside work on fewer bytes, is not started early.
