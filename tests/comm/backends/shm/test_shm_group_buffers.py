@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tilework.distributed as dist
 from tilework.comm.backends.threads import threads_backend
+from tilework.errors import DistBackendError
 from tilework.testing import run_ranks
 
 MIB = 1 << 20
@@ -116,6 +117,16 @@ def test_shapes_dtypes_and_wrong_sizes() -> None:
             pg.empty(-1)
 
     run_ranks(1, program, backend="shm", timeout=LIMIT)
+
+
+def test_a_closed_group_gives_no_memory() -> None:
+    def program(rank: int) -> None:
+        pg = dist.get_default_group()
+        dist.destroy_process_group()
+        with pytest.raises(DistBackendError, match="the group was closed on this rank: empty"):
+            pg.empty(4)
+
+    run_ranks(2, program, backend="shm")
 
 
 def test_memory_comes_back_when_tensors_go() -> None:

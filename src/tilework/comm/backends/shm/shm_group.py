@@ -349,7 +349,10 @@ class ShmGroup(NativeGroup):
         if min(shape, default=1) < 0 or shape.numel() == 0:
             return super().empty(*shape, dtype=dtype)
         nbytes = shape.numel() * dtype.itemsize
-        arena = self.engine.group.arena()
+        try:
+            arena = self.engine.group.arena()
+        except self.engine.fault_type as fault:
+            raise self.explain(fault.args, "empty", call_site()) from None
         address = arena.allocate(nbytes)
         if address == 0:
             return super().empty(*shape, dtype=dtype)
