@@ -83,8 +83,8 @@ def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -
     Raises:
         CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. The error names
             the tensor and the ranks.
-        TypeError: ``what`` is neither a module nor tensors, or has a torch.distributed.tensor
-        DTensor.
+        TypeError: ``what`` is neither a module nor tensors, or has a DTensor of
+            torch.distributed.tensor.
 
     Example:
         >>> import torch
