@@ -45,7 +45,7 @@ def test_the_late_rank_is_named_with_the_line(tmp_path: Path) -> None:
 def test_even_work_blames_nobody(tmp_path: Path) -> None:
     summary = judged(tmp_path, {0: 4, 1: 4})
     assert (summary.late, summary.stragglers) == ((), ())
-    assert str(summary).startswith("no rank is late more than the others; ranks wait 0% of")
+    assert str(summary).startswith("at no line is a rank late in most calls; ranks wait 0% of")
 
 
 def test_a_rank_that_is_late_now_and_then_is_not_late_at_the_line(tmp_path: Path) -> None:

@@ -114,9 +114,11 @@ class Summary:
     def _even_text(self) -> str:
         if not self.waiting:
             return f"{_time(self.seconds)} traced; no collective was seen"
-        part = sum(self.waiting.values()) / len(self.waiting) / max(self.seconds, 1e-9)
+        shares = {rank: each / max(self.seconds, 1e-9) for rank, each in self.waiting.items()}
+        part, most = sum(shares.values()) / len(shares), max(shares, key=shares.__getitem__)
         return (
-            f"no rank is late more than the others; ranks wait {part:.0%} of {_time(self.seconds)}"
+            f"at no line is a rank late in most calls; ranks wait {part:.0%} of "
+            f"{_time(self.seconds)}, at most rank {most}: {shares[most]:.0%}"
         )
 
 
