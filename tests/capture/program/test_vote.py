@@ -10,6 +10,7 @@ from torch import nn
 import tilework.distributed as dist
 from tests.capture.twins import same_bits
 from tilework.capture import capture
+from tilework.distributed.functional import all_to_all_single
 from tilework.parallel import fully_shard
 from tilework.testing import run_ranks
 
@@ -50,3 +51,19 @@ def test_ranks_with_batches_of_other_sizes_record_together() -> None:
             assert same_bits(sharded.weight.grad, plain.weight.grad)
 
     run_ranks(2, program)
+
+
+def test_ranks_record_together_where_functional_collectives_are_all_that_they_share() -> None:
+    def program(rank: int) -> list[float]:
+        @capture
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return all_to_all_single(x, group=None).sum() + int(x[0] > 3)
+
+        branches = [0, 0, 5 * rank, 0, 0, 0]  # another branch on a single rank
+        calls = [torch.tensor([float(x), 10.0 * n]) for n, x in enumerate(branches)]
+        return [step(x).item() for x in calls]
+
+    assert run_ranks(2, program) == [
+        [0.0, 0.0, 5.0, 0.0, 0.0, 0.0],
+        [0.0, 20.0, 41.0, 60.0, 80.0, 100.0],
+    ]

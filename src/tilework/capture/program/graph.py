@@ -188,6 +188,8 @@ class Graph:
             have other last bits then.
         keeps_order: True if all instructions are the step's, in the step's order. If not, the
             program relies on which inputs share memory.
+        votes_last: True if a rank's program branches on a value after the last collective: then
+            ranks vote at the end of a run on whether all values were the recorded ones.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -196,6 +198,7 @@ class Graph:
     places: list[tuple[Any, Any]] = field(default_factory=list)
     has_grad_mode: bool = False
     keeps_order: bool = True
+    votes_last: bool = False
 
     def __post_init__(self) -> None:
         numbers = [each.number for each in self.instructions]

@@ -17,6 +17,7 @@ from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import key_of_constant, memory_layout_of
+from tilework.capture.program.vote import Way
 from tilework.comm import provenance_digest
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
@@ -85,6 +86,7 @@ class StepRecord:
         """Find what a call is undone from, if the last comparison of a value fails."""
         made = self.graph.instructions
         last = max([i for i, x in enumerate(made) if isinstance(x.function, Expected)], default=0)
+        last = len(made) if self.graph.votes_last else last
         #: The positions of inputs that are written before.
         self._undone = _written(self.graph, made[:last])
         draws = [(each.args, each.kwargs) for each in made[:last] if each.kind == "draw"]
@@ -220,15 +222,22 @@ class StepRecord:
         copies = bytes_by_storage([inputs[i] for i in self._undone])
         drawn = [*generators_of_rank(), *self._drawn] if self._redraws else []
         states = [(generator, generator.get_state()) for generator in drawn]
+        kept, is_other = NOT_CURRENT, False
         try:
-            return self.compute(inputs, self._options_at)
+            kept = self.compute(inputs, self._options_at)
         except Unexpected as error:
-            self._changed = str(error)
-            for i in self._undone:
-                storage_bytes_of(inputs[i]).copy_(copies[key_of_storage(inputs[i])])
-            for generator, state in states:
-                generator.set_state(state)
-            return NOT_CURRENT
+            self._changed, is_other = str(error), True
+        if self.graph.votes_last:
+            way = self.code.digests.ranks.decide(Way.RECORD if is_other else Way.RUN)
+            if way is not Way.RUN and not is_other:
+                self._changed, is_other = "another rank branched on another value", True
+        if not is_other:
+            return kept
+        for i in self._undone:
+            storage_bytes_of(inputs[i]).copy_(copies[key_of_storage(inputs[i])])
+        for generator, state in states:
+            generator.set_state(state)
+        return NOT_CURRENT
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
         """Compile the program by Inductor for later calls. Local; takes seconds to minutes.

@@ -16,6 +16,7 @@ from itertools import permutations
 from math import prod
 from typing import Any
 
+from tilework.capture.program.expected import Expected
 from tilework.capture.program.graph import Graph, Hole, Instruction, Value, values_in
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.vote import VotingRanks
@@ -63,7 +64,7 @@ def compare_program(
         joins: The number of the earlier program that this rank's record may run; None: a new
             program.
 
-    ``keeps_order`` becomes False if it is on another rank.
+    ``keeps_order`` becomes False if it is on another rank, and ``votes_last`` True.
 
     Returns:
         The digests of a new program; and True if all ranks may run the same earlier program.
@@ -79,12 +80,14 @@ def compare_program(
                 messages.append(_message(each))
             else:
                 collectives.append(_text(each))
-    bases = []
+    bases, graph.votes_last = [], _branches_last(graph)
     for group, mine in sent.items():
-        gathered = agree(partial(_with_program, joins, graph.keeps_order, *mine), group)
+        facts = graph.keeps_order, graph.votes_last
+        gathered = agree(partial(_with_program, joins, facts, *mine), group)
         # Group by group, for ranks of a mesh that share no group to come to the same answer.
         joins = joins if all(number == joins for number, *_ in gathered) else None
-        graph.keeps_order = all(keeps for _, keeps, *_ in gathered)
+        graph.keeps_order = all(keeps for _, (keeps, _), *_ in gathered)
+        graph.votes_last = any(votes for _, (_, votes), *_ in gathered)
         _refuse_different([x for *_, x, _ in gathered], group.global_ranks, name)
         _refuse_unpaired([x for *_, x in gathered], group.global_ranks, name)
         # Without the numbers of elements: programs of several sizes have equal digests.
@@ -119,9 +122,16 @@ def digest_offsets(graph: Graph) -> list[int]:
 
 
 def _with_program(
-    joins: int | None, keeps_order: bool, collectives: list[str], messages: list[_Message]
-) -> tuple[int, bool, list[str], list[_Message]]:
-    return -1 if joins is None else joins, keeps_order, collectives, messages
+    joins: int | None, facts: tuple[bool, bool], collectives: list[str], messages: list[_Message]
+) -> tuple[int, tuple[bool, bool], list[str], list[_Message]]:
+    return -1 if joins is None else joins, facts, collectives, messages
+
+
+def _branches_last(graph: Graph) -> bool:
+    """True if the program communicates, and branches on a value after that."""
+    kinds = [each.target for each in graph.instructions]
+    last = max((i for i, kind in enumerate(kinds) if isinstance(kind, GroupCall)), default=None)
+    return last is not None and any(isinstance(kind, Expected) for kind in kinds[last:])
 
 
 def _refuse_different(every: list[list[str]], ranks: Sequence[int], name: str) -> None:

@@ -20,6 +20,7 @@ from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.tracing import constant, traced, transformed
 from tilework.comm.groups import new_group
 from tilework.comm.per_call import checks
+from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
 
 #: Smaller collectives finish before the call returns: another thread would cost more.
@@ -109,13 +110,14 @@ def run(kind: type[FunctionalCollective], x: Tensor, group: GroupOrName, *args: 
     checks.refuse_parts(x, "tensor")
     if torch.compiler.is_compiling():
         return _operators(kind, x, group, args)
-    transforms = transformed()
-    if traced(x) and not transforms:
+    # A captured step has the group's own calls, which its ranks compare and vote on.
+    transforms, is_recorded = transformed(), current_recorder() is not None
+    if traced(x) and not (transforms or is_recorded):
         return _operators(kind, x, group, args)
     if isinstance(x, AsyncTensor):
         x = x.wait()
     members = group_named(group) if isinstance(group, str) else group
-    call = _Call(kind, args, members, wait=transforms)
+    call = _Call(kind, args, members, wait=transforms or is_recorded)
     if transforms or (x.requires_grad and torch.is_grad_enabled()):
         out: Tensor = _Differentiable.apply(x, call)  # type: ignore[no-untyped-call]
     else:
@@ -166,7 +168,7 @@ class _Call:
 
     def start(self, x: Tensor) -> Tensor:
         """Start the collective on ``x``; the result has values once ``self.work`` is done."""
-        if self.wait and traced(x):  # a transform within a trace
+        if self.wait and traced(x) and current_recorder() is None:  # a transform within a trace
             return _operators(self.kind, x, self.group, self.args)
         out, work = begin(self.collective, self.group, x)
         if work is not None and self.wait:
