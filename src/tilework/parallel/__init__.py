@@ -40,6 +40,13 @@ from tilework.parallel.model_averaging import (
 from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.deriving import DerivedPlan, derive_plan, parallelize
+from tilework.parallel.tensor_parallel.experts import (
+    ExpertLoad,
+    ExpertParallel,
+    ExpertReport,
+    balance_loss,
+    expert_report,
+)
 from tilework.parallel.tensor_parallel.plans import loss_parallel, parallelize_module
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
@@ -61,6 +68,9 @@ __all__ = [
     "DerivedPlan",
     "DistributedDataParallel",
     "Event",
+    "ExpertLoad",
+    "ExpertParallel",
+    "ExpertReport",
     "FSDPModule",
     "GradBucket",
     "HierarchicalModelAverager",
@@ -85,11 +95,13 @@ __all__ = [
     "apply_activation_checkpointing",
     "average_parameters",
     "average_parameters_or_parameter_groups",
+    "balance_loss",
     "checkpoint_wrapper",
     "clip_grad_norm_",
     "comm_hooks",
     "compute_bucket_assignment_by_size",
     "derive_plan",
+    "expert_report",
     "fully_shard",
     "get_params_to_average",
     "loss_parallel",

@@ -17,6 +17,7 @@ from tilework.layout import Placement, Replicate, Shard
 from tilework.models import close_names, matching_names
 from tilework.parallel.data_parallel.outputs import replace_tensors
 from tilework.parallel.tensor_parallel.axis import MeshAxis
+from tilework.parallel.tensor_parallel.experts import ExpertParallel
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -97,6 +98,8 @@ WORDS: Mapping[str, ParallelStyle] = {
     "local_params": _LocalParameters(),
     "replicate": _Unchanged(),
     "replicated_with_grad_allreduce": _Unchanged(),
+    "ep_dispatch_experts": ExpertParallel("replicate"),
+    "grouped_gemm": _Unchanged(),  # the style of the module lays out these parameters
     "mla_kv_a_proj": _Unchanged(),
     "moe_identity_expert": _Unchanged(),
 }
