@@ -222,7 +222,7 @@ def more_than(before: Any) -> str:
 
 def belongings() -> str:
     """The descriptors, mappings and threads of this process, in words."""
-    from tilework.comm.per_call.stacks import stacks_of_threads
+    from tilework.comm.per_call.callsite import stacks_of_threads
 
     files = []
     for descriptor in os.listdir("/proc/self/fd"):

@@ -13,7 +13,7 @@ from tests.chaos.expected import Outcome
 from tests.chaos.plan import Trial
 from tests.chaos.rank_program import RankProgram, Restart, Setting, settled, sum_after_restart
 from tests.faults.forked_ranks import Holdings
-from tilework.comm.per_call.stacks import stacks_of_threads
+from tilework.comm.per_call.callsite import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.rendezvous.liveness import process_identity
 

@@ -18,8 +18,7 @@ from tests.launch.conftest import Launch, wait_for_files
 from tilework.comm.backend import core_error
 from tilework.errors import DistNetworkError
 from tilework.launch import nodes
-from tilework.launch.node_link import NodeLink
-from tilework.launch.nodes import Nodes, NodesError, join_nodes
+from tilework.launch.nodes import NodeLink, Nodes, NodesError, join_nodes
 from tilework.launch.settings import LaunchSettings
 from tilework.store import Store
 from tilework.testing.hosts import two_hosts, why_no_hosts
@@ -249,7 +248,7 @@ def test_launchers_of_different_versions_are_told(
 def test_a_launcher_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("tilework.launch.node_link.time", clock)
+    monkeypatch.setattr("tilework.launch.nodes.time", clock)
     ours, theirs = socket.socketpair()
     link, other = NodeLink(0, ["a", "b"], [1, 1]), NodeLink(1, ["a", "b"], [1, 1])
     link.add(1, ours)

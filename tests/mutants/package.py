@@ -218,17 +218,17 @@ COMPARISONS = [
 DATA = [
     fault(
         "sampler: the last rows are left out",
-        "data/rows.py",
+        "data/sampler.py",
         '        if self.uneven == "pad" and missing:\n',
         '        if self.uneven == "never" and missing:\n',
-        "tests/data/test_rows.py",
+        "tests/data/test_sampler_rows.py",
     ),
     fault(
         "sampler: each epoch has one order",
-        "data/rows.py",
+        "data/sampler.py",
         "manual_seed(seed + epoch)",
         "manual_seed(seed)",
-        "tests/data/test_rows.py tests/data/test_sampler.py",
+        "tests/data/test_sampler_rows.py tests/data/test_sampler.py",
     ),
 ]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.store.client_process import process, processes
 from tilework.errors import DistStoreError
 from tilework.store import FileStore
-from tilework.store.records import HEADER_BYTES, MAGIC, LogRecord, RecordKind, pack
+from tilework.store.log import HEADER_BYTES, MAGIC, LogRecord, RecordKind, pack
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import Index
-from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.index_text import read_index
 from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tilework import checkpoint
 from tilework.checkpoint.format import FORMATS
-from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.index_text import read_index
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.save_planning import FILE_BYTES
 from tilework.checkpoint.showing import show

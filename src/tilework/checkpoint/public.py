@@ -4,9 +4,8 @@ from tilework.checkpoint.api import async_save, index_of, load, read, save
 from tilework.checkpoint.asynchronous import PendingSave
 from tilework.checkpoint.composing import PieceOf
 from tilework.checkpoint.formats.converting import ConvertOptions, convert
-from tilework.checkpoint.kept import KeptCheckpoint
 from tilework.checkpoint.loading import LoadReport
-from tilework.checkpoint.manager import CheckpointManager
+from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.publishing import save_pretrained
 from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show

@@ -24,7 +24,7 @@ from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name
 from tilework.checkpoint.describing import local_view
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import PerRank, dotted
-from tilework.checkpoint.index_file import is_checkpoint
+from tilework.checkpoint.index_text import is_checkpoint
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import converted
 from tilework.checkpoint.ranks import Ranks

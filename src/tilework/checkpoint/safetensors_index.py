@@ -12,8 +12,7 @@ from typing import Any
 
 from tilework.checkpoint.composing import UNCHECKED_BYTES
 from tilework.checkpoint.format import INDEX_NAME, Index, chunk_count
-from tilework.checkpoint.index_file import is_ours
-from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, number_list
+from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, is_ours, number_list
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saved import ITEM_BYTES, Part, SavedFile, SavedTensor, stored
 from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url

@@ -26,14 +26,14 @@ from tilework.checkpoint.describing import (
 from tilework.checkpoint.flat_state import FlatState, state_json
 from tilework.checkpoint.flattening import flatten
 from tilework.checkpoint.format import CHUNK_BYTES, Index
-from tilework.checkpoint.index_file import (
+from tilework.checkpoint.index_text import (
     DATA_FILE,
+    check_meta,
     is_checkpoint,
     is_ours,
     read_counting,
     write_index,
 )
-from tilework.checkpoint.index_text import check_meta
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.save_planning import (
     FILE_BYTES,

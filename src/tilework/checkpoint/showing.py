@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from tilework.checkpoint.flat_state import FlatState, FlatValue, PerRank, dotted
 from tilework.checkpoint.format import INDEX_NAME
-from tilework.checkpoint.index_file import read_index, saved_state
-from tilework.checkpoint.kept import KeptCheckpoint, kept_in, run_page
+from tilework.checkpoint.index_text import read_index, saved_state
+from tilework.checkpoint.manager import KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.picture import DRAWN, LISTED, checkpoint_parts
 from tilework.checkpoint.safetensors_index import safetensors_index

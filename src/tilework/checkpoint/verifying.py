@@ -12,8 +12,7 @@ import torch
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.format import Index
-from tilework.checkpoint.index_file import read_index, saved_state
-from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
+from tilework.checkpoint.index_text import RESERVED_KEY, file_keys, read_index, saved_state
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
 from tilework.checkpoint.save_planning import cut_box

@@ -12,11 +12,11 @@ from typing import Any
 from tilework.comm.agreement import agree_equal
 from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup, seconds_of
-from tilework.comm.elastic.events import note_event as note_event
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.grow import tickets_waiting as tickets_waiting
 from tilework.comm.elastic.shrink import shrink
-from tilework.comm.elastic.variables import REJOIN_VARIABLE
+from tilework.comm.elastic.ticket_store import REJOIN_VARIABLE
+from tilework.comm.elastic.ticket_store import note_event as note_event
 from tilework.comm.making.group_plan import GroupPlan as GroupPlan
 from tilework.comm.making.group_plan import identity_on, told_to_all
 from tilework.comm.making.init_generation import InitGeneration

@@ -1,7 +1,6 @@
 """Names that launchers use. An import loads no torch."""
 
-from tilework.comm.elastic.ticket_store import TicketStore
-from tilework.comm.elastic.variables import MIN_RANKS_VARIABLE, REJOIN_VARIABLE
+from tilework.comm.elastic.ticket_store import MIN_RANKS_VARIABLE, REJOIN_VARIABLE, TicketStore
 from tilework.comm.flight.diagnosis import Finding, diagnose
 from tilework.comm.flight.document import (
     MAX_FILE_BYTES,

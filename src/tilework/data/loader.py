@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from tilework.comm.world import AnyGroup
-from tilework.data.rows import Division, Uneven
-from tilework.data.sampler import DistributedSampler, EpochPlace, divide
+from tilework.data.sampler import DistributedSampler, Division, EpochPlace, Uneven, divide
 from tilework.mesh import DeviceMesh
 
 T_co = TypeVar("T_co", covariant=True)

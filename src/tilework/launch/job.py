@@ -29,13 +29,12 @@ from tilework.launch.nodes import NodePlace, Nodes
 from tilework.launch.notebook import CellOutput
 from tilework.launch.orphans import Guardian
 from tilework.launch.output import Output, RankEnds
-from tilework.launch.process import RankProcess
+from tilework.launch.process import ForkStarter, FreshStarter, RankProcess, Standard, Starter
 from tilework.launch.program import Function, Program
 from tilework.launch.rank import RankPlan
 from tilework.launch.recovery import Recovery
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, TerminationStep
-from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE

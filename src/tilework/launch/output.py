@@ -2,7 +2,7 @@
 
 Each rank writes into pipes of the launcher. Where the launcher writes to a terminal, rank 0 writes
 into a pseudo-terminal. This module connects ranks to destinations; bytes become prefixed lines in
-:mod:`tilework.launch.output_lines` and :mod:`tilework.launch.live_display`.
+:mod:`tilework.launch.output_lines` and :mod:`tilework.launch.output_lines`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from tilework.launch.live_display import LiveDisplay
-from tilework.launch.output_lines import LineAssembler, LineMerger, prefix_for
+from tilework.launch.output_lines import LineAssembler, LineMerger, LiveDisplay, prefix_for
 from tilework.launch.settings import LaunchSettings
 
 #: A pipe that polls as writable takes this many bytes without blocking (POSIX's PIPE_BUF).

@@ -22,7 +22,7 @@ from tilework.errors import RankFailedError
 from tilework.framed import Door, knock
 from tilework.launch.failure_report import FailureReport, RankFailure, describe, root_cause
 from tilework.launch.failure_text import failure_text
-from tilework.launch.packing import Packed, pack
+from tilework.launch.program import Packed, pack
 from tilework.launch.rank import abort_groups
 from tilework.launch.spawn import RunningRanks, spawn
 

@@ -26,8 +26,7 @@ from tilework.comm.launching import TRACE_VARIABLE
 from tilework.comm.launching import arm as arm_flight_records
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
-from tilework.launch.packing import Packed, pack
-from tilework.launch.program import Program
+from tilework.launch.program import Packed, Program, pack
 from tilework.launch.sweep import MARK_VARIABLE, map_mark
 
 #: The signals that a launcher handles and a rank must not inherit.

@@ -21,8 +21,7 @@ from tilework.launch import signals
 from tilework.launch.failure_text import failure_text
 from tilework.launch.job import Job
 from tilework.launch.notebook import CellOutput, in_notebook
-from tilework.launch.packing import Packed, is_recreating_main
-from tilework.launch.program import Function
+from tilework.launch.program import Function, Packed, is_recreating_main
 from tilework.launch.settings import LaunchSettings, StartMethod
 from tilework.launch.supervise import Outcome
 

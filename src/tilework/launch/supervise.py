@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tilework.comm.launching import LAUNCHER_SIGNAL
-from tilework.launch import linux, node_link, orphans, signals
+from tilework.launch import linux, orphans, signals
 from tilework.launch.failure_report import FailureReport, RankFailure, root_cause, settle_time
-from tilework.launch.node_link import Message, NodeLink
+from tilework.launch.nodes import FAILED, FINISHED, INTERRUPTED, LOST, Message, NodeLink
 from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
 from tilework.launch.recovery import Answer, Recovery
@@ -255,7 +255,7 @@ class Supervisor:
         else:
             self._interrupted = number
             self.stop(signals.after_signal(number, self.around.grace))
-            self._tell_others(node_link.INTERRUPTED, signal=number)
+            self._tell_others(INTERRUPTED, signal=number)
 
     def _suspend(self) -> None:
         """Ctrl-Z: stop the ranks, too, as they are not in our group, and wake them with us."""
@@ -274,7 +274,7 @@ class Supervisor:
         if broken and self._stop_began is None:
             self._lost_output = broken[0]
             self.stop(signals.after_signal(signal.SIGTERM))
-            self._tell_others(node_link.INTERRUPTED, signal=signal.SIGTERM)
+            self._tell_others(INTERRUPTED, signal=signal.SIGTERM)
 
     def _note_failures(self) -> None:
         """Add ranks that have failed by themselves since the last look."""
@@ -290,7 +290,7 @@ class Supervisor:
                 known = rank.rank in self._failures
                 failure = self._failures[rank.rank] = _failure(rank)
                 if not known:
-                    self._tell_others(node_link.FAILED, **_told(failure))
+                    self._tell_others(FAILED, **_told(failure))
 
     def _pass_ends_on(self) -> None:
         """Report each rank that has ended without a failure, once, while the job continues."""
@@ -314,7 +314,7 @@ class Supervisor:
             return False
         if not self._told_end and not any(rank.alive for rank in self.ranks):
             self._told_end = True
-            link.tell(node_link.FINISHED)
+            link.tell(FINISHED)
         return link.awaits_others
 
     def _tell_others(self, kind: str, **facts: object) -> None:
@@ -325,12 +325,12 @@ class Supervisor:
         """Act on messages of other nodes: the user ended the job, a rank failed, a node is lost."""
         for message in self.around.link.take() if self.around.link is not None else ():
             kind = message["kind"]
-            if kind == node_link.INTERRUPTED and self._stop_began is None:
+            if kind == INTERRUPTED and self._stop_began is None:
                 self._interrupted = int(message["signal"])
                 self.stop(signals.after_signal(self._interrupted, self.around.grace))
-            elif kind == node_link.FAILED:
+            elif kind == FAILED:
                 self._failures.setdefault(int(message["rank"]), self._failure_there(message))
-            elif kind == node_link.LOST and self._stop_began is None:
+            elif kind == LOST and self._stop_began is None:
                 lost = self._node_lost(message)
                 self._failures.setdefault(lost.rank, lost)
 

@@ -26,11 +26,10 @@ from tilework.rpc.calls import (
     RemoteCall,
     Task,
 )
-from tilework.rpc.delivery import Received, Sender
 from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Gatherings, Key, Later, RpcFuture
 from tilework.rpc.message import NO_FILE, MessageKind, Ref, RpcMessage, decode, encode
-from tilework.rpc.payload import RemoteFailure
+from tilework.rpc.payload import Received, RemoteFailure, Sender
 from tilework.rpc.references import Owned
 from tilework.rpc.rref import RRef, fill
 from tilework.rpc.shared_buffers import MappedBuffers, SharedBufferPool

@@ -15,8 +15,7 @@ from tilework.store import checks
 from tilework.store.arrivals import Arrivals
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.late_notice import KeyWait
-from tilework.store.log import Log
-from tilework.store.records import LogRecord, RecordKind
+from tilework.store.log import Log, LogRecord, RecordKind
 from tilework.store.table import Table
 
 T = TypeVar("T")
@@ -29,7 +28,7 @@ _LONGEST_PAUSE: Final = 0.02
 class FileStore(Store):
     """A store that any number of processes share through one file.
 
-    The file is a log (see :mod:`tilework.store.records`): each change is one record, appended
+    The file is a log (see :mod:`tilework.store.log`): each change is one record, appended
     under a lock. Therefore ``set``, ``add``, ``compare_set``, ``append`` and ``delete_key`` are
     atomic across processes. A killed writer leaves at most an incomplete last record, which readers
     ignore and the next writer cuts off. If the disk is full, a change raises and changes nothing.

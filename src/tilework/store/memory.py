@@ -11,8 +11,7 @@ from tilework.forks import watch_forks
 from tilework.store import checks
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.late_notice import KeyWait
-from tilework.store.queues import Queues
-from tilework.store.table import Table
+from tilework.store.table import Queues, Table
 
 T = TypeVar("T")
 

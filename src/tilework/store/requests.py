@@ -13,8 +13,7 @@ from tilework.errors import DistStoreError
 from tilework.framed import GarbageError
 from tilework.store import wire
 from tilework.store.checks import MAX_KEY_BYTES, MAX_VALUE_BYTES
-from tilework.store.queues import Queues
-from tilework.store.table import Table
+from tilework.store.table import Queues, Table
 from tilework.store.wire import Code
 
 _Send = Callable[[Code, Sequence[bytes]], None]

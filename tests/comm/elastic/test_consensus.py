@@ -11,7 +11,7 @@ import pytest
 from tests.comm.elastic.model import Model, in_turn
 from tests.tables import each
 from tilework.comm.elastic.consensus import answers, confirm, decide
-from tilework.comm.elastic.participant import drive
+from tilework.comm.elastic.shrink import drive
 
 
 def test_all_that_live_make_one_group() -> None:

@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilework.comm.reduce_op import RedOpType
-from tilework.comm.transfer.identity_element import identity_element
+from tilework.comm.reduce_op import RedOpType, identity_element
 from tilework.layout import Box, Tile, Tiling
 from tilework.testing.groups.values import pattern
 

@@ -23,7 +23,7 @@ from tilework.checkpoint.formats.source import (
     write_safetensors,
 )
 from tilework.checkpoint.formats.torch_file import open_torch_file, write_torch_file
-from tilework.checkpoint.index_file import is_checkpoint, is_ours, read_index, saved_state
+from tilework.checkpoint.index_text import is_checkpoint, is_ours, read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.no_collections import no_collections
 from tilework.checkpoint.progress import Progress

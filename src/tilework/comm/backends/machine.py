@@ -8,5 +8,5 @@ from tilework.comm.backends.shm.calibration import (
     cache_sizes,
     host_calibration,
     host_facts,
+    plan_for,
 )
-from tilework.comm.backends.shm.topology import plan_for

@@ -55,8 +55,7 @@ from tilework.comm.forms import (
 )
 from tilework.comm.per_call import profiling
 from tilework.comm.per_call.callsite import call_site
-from tilework.comm.reduce_op import RedOpType
-from tilework.comm.transfer.identity_element import identity_element
+from tilework.comm.reduce_op import RedOpType, identity_element
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

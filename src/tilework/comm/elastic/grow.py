@@ -23,11 +23,9 @@ from tilework.comm.backend import BackendConfig
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
 from tilework.comm.elastic.consensus import Decision, Participant, confirm, failed
-from tilework.comm.elastic.events import note_event
-from tilework.comm.elastic.participant import drive
 from tilework.comm.elastic.registers import Registers, StoreRegisters, identity_key
-from tilework.comm.elastic.shrink import PATIENCE
-from tilework.comm.elastic.ticket_store import Ticket, TicketStore
+from tilework.comm.elastic.shrink import PATIENCE, drive
+from tilework.comm.elastic.ticket_store import Ticket, TicketStore, note_event
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError

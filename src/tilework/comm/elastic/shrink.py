@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from typing import Final, TypeVar
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
-from tilework.comm.elastic.consensus import Decision, NoGroupError, Steps, failed, survive
-from tilework.comm.elastic.events import note_event
-from tilework.comm.elastic.meeting_store import (
-    NEW_STORE,
-    OLD_STORE,
-    answers_soon,
-    find_served_store,
-    serve_store,
+from tilework.comm.elastic.consensus import (
+    Decision,
+    NoGroupError,
+    Participant,
+    Steps,
+    failed,
+    survive,
 )
-from tilework.comm.elastic.participant import drive, participant_of
+from tilework.comm.elastic.registers import Registers, identity_key, left_key
+from tilework.comm.elastic.ticket_store import note_event
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import GroupRecord, World, current_world
 from tilework.errors import (
@@ -26,7 +30,109 @@ from tilework.errors import (
     ExcludedError,
     PeerLostError,
 )
-from tilework.store import PrefixStore, Store
+from tilework.rendezvous.internal import has_ended
+from tilework.store import PrefixStore, Store, UnixStore
+
+T = TypeVar("T")
+#: Seconds of a pause, from the first to the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+
+
+class GroupLosses:
+    """A function that returns the members of a set of ranks that have ended or left a group. A lost
+    rank stays lost.
+    """
+
+    def __init__(self, group: ProcessGroup, registers: Registers) -> None:
+        self._group, self._registers = group, registers
+        self._lost: set[int] = set()
+
+    def __call__(self, asked: Collection[int]) -> set[int]:
+        departed = set(self._group.departed())
+        for rank in set(asked) - self._lost:
+            identity = self._registers.read(identity_key(rank))
+            ended = identity is not None and has_ended(identity)
+            if ended or rank in departed or self._registers.read(left_key(rank)) is not None:
+                self._lost.add(rank)
+        return self._lost.intersection(asked)
+
+
+def participant_of(group: ProcessGroup, registers: Registers, patience: float) -> Participant:
+    """This rank as a participant of the agreement of ``group``'s ranks."""
+    losses = GroupLosses(group, registers)
+    return Participant(group.rank(), registers, losses, time.monotonic, patience)
+
+
+def drive(steps: Steps[T]) -> T:
+    """Run the steps of a protocol to the end, sleep where they ask for a pause, and return the
+    result. Blocks.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            wants_pause = next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if wants_pause:
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+
+#: Remarks on a decision: use the old store, or the first member serves a new store.
+OLD_STORE: Final = "store"
+NEW_STORE: Final = "server"
+#: Seconds within which a live store answers.
+_ANSWER_SECONDS = 1.0
+_PAUSE_SECONDS = 0.005
+
+
+def answers_soon(store: Store) -> bool:
+    """True if the store's server answers within a second; False if its process has ended or was
+    stopped.
+    """
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            store.check(["tilework/answers"])
+        except DistError:
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, name="tilework-ask-store", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return answered.is_set()
+
+
+def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore:
+    """Serve a new store from this process, and write the address to register ``key``, where the
+    other ranks read it. Local.
+    """
+    secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
+    store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
+    registers.write(key, f"{name} {secret.hex()}")
+    return store
+
+
+def find_served_store(
+    registers: Registers, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
+) -> UnixStore:
+    """Connect to the store whose address another rank writes to register ``key``; wait for the
+    address up to ``limit`` seconds, or until ``check`` raises.
+    """
+    deadline = time.monotonic() + limit
+    while (text := registers.read(key)) is None:
+        check()
+        if time.monotonic() > deadline:
+            raise DistBackendError(
+                f"no rank announced the address of a new store within {limit:g} s"
+            )
+        time.sleep(_PAUSE_SECONDS)
+    name, secret = text.split(" ")
+    return UnixStore(name, timeout=timeout, secret=bytes.fromhex(secret))
+
 
 #: The longest wait for a rank that has not ended, unless the group's timeout is less.
 PATIENCE = timedelta(seconds=30)

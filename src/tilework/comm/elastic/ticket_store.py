@@ -5,12 +5,21 @@ This module must not import torch: the launcher imports it, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
+
+#: Set for a process in the seat of a rank that died: it joins the existing group.
+REJOIN_VARIABLE: Final = "TILEWORK_REJOIN"
+#: The fewest ranks that the job may continue with.
+MIN_RANKS_VARIABLE: Final = "TILEWORK_MIN_RANKS"
+
 
 _TICKETS: Final = "tickets"
 _HANDLED: Final = "handled"
@@ -65,3 +74,9 @@ class TicketStore(PrefixStore):
 
     def _lines(self, key: str) -> list[str]:
         return self.get(key).decode().splitlines() if self.check([key]) else []
+
+
+def note_event(store: Store, kind: str, **facts: Any) -> None:
+    """Report an event to the launcher through the store; do nothing if the store fails. Local."""
+    with contextlib.suppress(DistError, ValueError):
+        TicketStore(store).note({"time": time.time(), "kind": kind, **facts})

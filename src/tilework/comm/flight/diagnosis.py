@@ -6,9 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from tilework.comm.flight.deadlocks import IN_A_CIRCLE, Wait, blocking, circles, is_send, waits
 from tilework.comm.flight.document import Record
-from tilework.comm.flight.history import Group, History, failed, named, stuck
+from tilework.comm.flight.history import (
+    IN_A_CIRCLE,
+    Group,
+    History,
+    Wait,
+    blocking,
+    circles,
+    failed,
+    is_send,
+    named,
+    stuck,
+    waits,
+)
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
 from tilework.comm.flight.stragglers import (
     Straggler,

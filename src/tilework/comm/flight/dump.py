@@ -22,8 +22,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import document
 from tilework.comm.flight.document import GroupLog, Record, RecordedFault, Stack, file_name
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME
-from tilework.comm.per_call.callsite import format_site, in_library, user_frame
-from tilework.comm.per_call.stacks import stacks_of_threads
+from tilework.comm.per_call.callsite import format_site, in_library, stacks_of_threads, user_frame
 from tilework.comm.world import World, current_world, live_worlds
 
 #: Numbers of records in order of time: if two threads write one file, the later record wins.

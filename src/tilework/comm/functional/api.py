@@ -27,7 +27,7 @@ from torch import Tensor
 from tilework.comm.functional import kinds
 from tilework.comm.functional import ops as _ops  # noqa: F401  # registers the operators
 from tilework.comm.functional.async_tensor import AsyncTensor
-from tilework.comm.functional.reductions import op_text
+from tilework.comm.functional.kinds import op_text
 from tilework.comm.functional.running import (
     GroupOrName,
     MeshLike,

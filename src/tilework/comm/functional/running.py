@@ -10,18 +10,45 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.functional.async_tensor import AsyncTensor, attached
-from tilework.comm.functional.tracing import constant, traced, transformed
 from tilework.comm.groups import new_group
 from tilework.comm.per_call import checks
 from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_PLAIN = (Tensor, torch.nn.Parameter, AsyncTensor)
+
+
+def traced(x: Tensor) -> bool:
+    """True if a call with ``x`` must go through operators, for a tracer to see or transform it."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or x.__class__ not in _PLAIN
+    )
+
+
+def transformed() -> bool:
+    """True inside a transform of torch.func, or inside forward-mode autograd."""
+    return (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def constant(fn: _Fn) -> _Fn:
+    """``fn``, marked so that torch.compile calls it while it traces: the result is a constant."""
+    # The same as torch.compiler.assume_constant_result, which takes a second to import.
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
 
 #: Smaller collectives finish before the call returns: another thread would cost more.
 AT_ONCE_BYTES = 1 << 16

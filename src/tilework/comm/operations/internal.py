@@ -6,7 +6,7 @@ from tilework.comm.operations.breakpoints import breakpoint
 from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager, uncoalesced
 from tilework.comm.operations.collectives import *  # noqa: F403
 from tilework.comm.operations.collectives import __all__ as __all__
-from tilework.comm.operations.collectives import run
+from tilework.comm.operations.collectives import all_reduce_sparse, run
 from tilework.comm.operations.compiler_disable import leave_function
 from tilework.comm.operations.find_stragglers import find_stragglers
 from tilework.comm.operations.objects import (
@@ -21,8 +21,7 @@ from tilework.comm.operations.objects import (
 )
 from tilework.comm.operations.on_rank import assert_same, on_rank
 from tilework.comm.operations.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from tilework.comm.operations.sparse import all_reduce_sparse
-from tilework.comm.transfer.identity_element import identity_element
+from tilework.comm.reduce_op import identity_element
 from tilework.comm.transfer.large_buffers import LARGE_BYTES, empty_tensor
 from tilework.comm.transfer.round_shares import blocks
 from tilework.comm.transfer.run import run_plan

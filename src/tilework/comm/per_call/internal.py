@@ -27,9 +27,15 @@ from tilework.comm.per_call.call_recorder import (
     unrecorded,
 )
 from tilework.comm.per_call.callbacks import run_soon
-from tilework.comm.per_call.callsite import Site, call_site, format_site, in_library, user_frame
+from tilework.comm.per_call.callsite import (
+    Site,
+    call_site,
+    format_site,
+    in_library,
+    stacks_of_threads,
+    user_frame,
+)
 from tilework.comm.per_call.checks import awaited, has_memory
 from tilework.comm.per_call.profiling import listening, record_comm
-from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.per_call.torch_names import ATTRIBUTE, torch_names
 from tilework.comm.waits.by_rank import AFTER_SECONDS

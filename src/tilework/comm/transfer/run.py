@@ -10,8 +10,7 @@ from torch import Tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call import checks
 from tilework.comm.per_call.call_recorder import recorded
-from tilework.comm.reduce_op import RedOpType, check_reduction
-from tilework.comm.transfer.identity_element import identity_element
+from tilework.comm.reduce_op import RedOpType, check_reduction, identity_element
 from tilework.comm.transfer.large_buffers import empty_tensor
 from tilework.comm.transfer.local_transfer import LocalTiles, LocalTransfer, moved_dtype
 from tilework.comm.transfer.rounds import rounds_needed, run_in_rounds

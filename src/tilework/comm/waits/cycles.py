@@ -27,26 +27,76 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import NamedTuple
 
 from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.flight.deadlocks import IN_A_CIRCLE
+from tilework.comm.flight.history import IN_A_CIRCLE
 from tilework.comm.flight.ring import Entry
 from tilework.comm.per_call.callbacks import callbacks_due
-from tilework.comm.waits import own_threads
+from tilework.comm.per_call.callsite import in_library, stacks_of_threads
 from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, operation_name
 from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
 from tilework.wait_graph import cycle_through
+
+#: The folder of the standard library.
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
+#: Parts of it that run callbacks later.
+_CALLS_LATER = ("asyncio", "sched.py", "multiprocessing")
+_PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
+#: Packages whose threads only show or record something.
+_SHOWING = ("tqdm", "tensorboard", "tensorboardX", "torch", "wandb", "execnet", "xdist")
+
+
+def may_call(bystanders: Collection[threading.Thread]) -> bool:
+    """True if a thread besides this one may yet call an operation for this rank.
+
+    Threads that run the program's code, or are about to, count: their next calls are unknown.
+    Threads of the library, of the interpreter's own modules, and of packages that show progress do
+    not count.
+
+    Args:
+        bystanders: Threads that are known to belong to other ranks.
+    """
+    known = {thread.ident for thread in bystanders} | {threading.get_ident()}
+    if any(isinstance(t, threading.Timer) and t.ident not in known for t in threading.enumerate()):
+        return True
+    return any(
+        ident not in known and not _is_harmless(stack)
+        for ident, stack in stacks_of_threads().items()
+    )
+
+
+def _is_harmless(stack: Sequence[FrameType]) -> bool:
+    files = [frame.f_code.co_filename for frame in stack]
+    if not all(map(_is_known, files)):
+        return False
+    return any(map(in_library.__getitem__, files)) or not any(map(_calls_later, files))
+
+
+def _is_known(file: str) -> bool:
+    if in_library[file]:
+        return True
+    package = _PACKAGES.match(file)
+    return package[1] in _SHOWING if package else file.startswith(_STDLIB)
+
+
+def _calls_later(file: str) -> bool:
+    inside = file.removeprefix(_STDLIB)
+    return inside != file and inside.split(os.sep)[0] in _CALLS_LATER
+
 
 #: Seconds between looks at a young and at an older wait, and seconds for which a wait is young.
 _PERIOD, _LATER_PERIOD, _YOUNG_SECONDS = 0.1, 0.3, 5.0
@@ -150,7 +200,7 @@ class CyclicWaits:
         tells = tells or (wait.message is not None and now - self._begun > _MESSAGE_SECONDS)
         if not (tells or may_be_asked) or callbacks_due():
             return
-        if own_threads.may_call(world.bystanders):
+        if may_call(world.bystanders):
             return
         self._submit(world, wait, entry, None if tells else now)
 

@@ -15,8 +15,7 @@ import torch
 import tilework.distributed as dist
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.shm import calibration, shm_backend
-from tilework.comm.backends.shm.calibration import group_tunables, host_calibration
-from tilework.comm.backends.shm.topology import plan_for
+from tilework.comm.backends.shm.calibration import group_tunables, host_calibration, plan_for
 from tilework.cores import Topology
 from tilework.testing import run_ranks
 

@@ -20,18 +20,16 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance_digest
-from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.completion import PythonCompletion, TorchCompletion
 from tilework.comm.backends.control_channel import ControlChannel, FrameKind
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
 from tilework.comm.backends.hybrid.host_steps import STEPS
 from tilework.comm.backends.hybrid.hosts import Hosts
-from tilework.comm.backends.hybrid.messages import PointToPoint
-from tilework.comm.backends.hybrid.transfer_threads import TransferWaits
+from tilework.comm.backends.hybrid.messages import PointToPoint, TransferWaits
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import disagreement, header_length, header_of
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
-from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.forms import Kind, Operation, Parts
 from tilework.comm.reduce_op import AnyReduceOp
 

@@ -9,9 +9,8 @@ from datetime import timedelta
 import pytest
 
 from tilework.errors import DistError, DistStoreError
-from tilework.store import HashStore, TCPStore
-from tilework.store import queues as queues_module
-from tilework.store.queues import Queues
+from tilework.store import HashStore, TCPStore, table
+from tilework.store.table import Queues
 
 
 def test_a_value_goes_to_who_has_waited_the_longest() -> None:
@@ -24,7 +23,7 @@ def test_a_value_goes_to_who_has_waited_the_longest() -> None:
 
 
 def test_a_queue_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues_module, "MAX_QUEUE_BYTES", 4)
+    monkeypatch.setattr(table, "MAX_QUEUE_BYTES", 4)
     queues = Queues()
     queues.push(b"q", b"1234")
     with pytest.raises(DistStoreError, match="pop some first"):

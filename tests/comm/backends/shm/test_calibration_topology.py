@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.comm.backends.shm.topology import (
+from tilework.comm.backends.shm.calibration import (
     TuningPlan,
     flat_round_ns,
     plan_for,

@@ -7,7 +7,7 @@ import threading
 import weakref
 from functools import partial
 
-from tilework.comm.backends.hybrid.transfer_threads import TransferWaits
+from tilework.comm.backends.hybrid.messages import TransferWaits
 
 
 def never() -> bool:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import Progress
 
-from tilework.launch.live_display import LiveDisplay
+from tilework.launch.output_lines import LiveDisplay
 
 
 class Terminal:

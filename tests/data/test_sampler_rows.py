@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tables import each
-from tilework.data.rows import Division, Uneven, epoch_order
+from tilework.data.sampler import Division, Uneven, epoch_order
 
 lengths, numbers = st.integers(0, 40), st.integers(1, 9)
 

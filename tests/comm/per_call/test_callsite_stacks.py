@@ -1,4 +1,4 @@
-"""Stacks of threads: ``tilework.comm.per_call.stacks``."""
+"""Stacks of threads: ``tilework.comm.per_call.callsite``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from tilework.comm.per_call.stacks import stacks_of_threads
+from tilework.comm.per_call.callsite import stacks_of_threads
 from tilework.testing import run_ranks
 
 FUNCTIONS: list[Callable[[int], int]] = []

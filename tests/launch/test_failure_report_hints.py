@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.launch.conftest import Launch
-from tilework.launch.hints import hint
+from tilework.launch.failure_report import hint
 from tilework.mesh import init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.testing import run_ranks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from tilework.comm.waits.own_threads import may_call
+from tilework.comm.waits.cycles import may_call
 
 
 @contextmanager

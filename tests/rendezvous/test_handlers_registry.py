@@ -12,7 +12,7 @@ import pytest
 
 from tests.tables import each
 from tilework.errors import DistNetworkError, DistStoreError
-from tilework.rendezvous import register_rendezvous_handler, registry, rendezvous
+from tilework.rendezvous import handlers, register_rendezvous_handler, rendezvous
 from tilework.store import FileStore, HashStore, Store, StoreServer, TCPStore, UnixStore
 from tilework.testing.stores import Background
 
@@ -171,7 +171,7 @@ def test_wrong_types(arguments: dict[str, Any], match: str) -> None:
 
 @pytest.fixture
 def scheme(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    monkeypatch.setattr(handlers, "_handlers", dict(handlers._handlers))
     return "mine"
 
 
