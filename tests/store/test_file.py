@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.store.client_process import process, processes
 from tilework.errors import DistStoreError
 from tilework.store import FileStore
-from tilework.store.log import HEADER_BYTES, MAGIC, LogRecord, RecordKind, pack
+from tilework.store.log import HEADER_BYTES, MAGIC, pack
+from tilework.store.wire import Code
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def torn(record: bytes) -> Iterator[bytes]:
 
 
 def test_a_torn_last_record_is_ignored_and_repaired(path: Path) -> None:
-    for tail in torn(pack(LogRecord(RecordKind.SET, b"k", b"lost"))):
+    for tail in torn(pack(Code.SET, [b"k", b"lost"])):
         path.unlink(missing_ok=True)
         with FileStore(path) as store:
             store.set("k", "kept")

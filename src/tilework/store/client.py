@@ -9,15 +9,14 @@ from datetime import timedelta
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.store import checks, wire
 from tilework.store.address import Address
-from tilework.store.answer_limit import left_seconds
-from tilework.store.checks import Deadline
-from tilework.store.contract import Data, Store
+from tilework.store.contract import Data
 from tilework.store.late_notice import KeyWait
 from tilework.store.pool import Pool
+from tilework.store.requesting import RequestStore
 from tilework.store.wire import Code, WireMessage
 
 
-class RemoteStore(Store):
+class RemoteStore(RequestStore):
     """A client of a store's server; base class of :class:`TCPStore` and :class:`UnixStore`."""
 
     def __init__(
@@ -48,88 +47,6 @@ class RemoteStore(Store):
         """True if the server's address is one that only this host can reach."""
         return self._is_of_one_host
 
-    def set(self, key: str, value: Data) -> None:
-        """Store ``value`` under ``key``, replacing what was there."""
-        self._ask(Code.SET, checks.key_bytes(key), checks.data_bytes(value))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
-        """``set`` for several keys, in as few messages as they fit into."""
-        checks.same_length(keys, values)
-        pairs = zip(checks.keys_bytes(keys), map(checks.data_bytes, values), strict=True)
-        for fields in wire.fit_into_messages(list(pairs)):
-            self._ask(Code.MULTI_SET, *fields)
-
-    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return the value."""
-        return self.multi_get([key], timeout)[0]
-
-    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """``get`` for several keys, in as few messages as they fit into, under one timeout."""
-        limit = left_seconds(self._wait_seconds(timeout))
-        deadline = Deadline(limit)
-        values: list[bytes] = []
-        for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
-            values += self._get_batch(batch, keys, limit, deadline)
-        return values
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the integer at ``key``; see :meth:`Store.add`."""
-        number = wire.encode_number(checks.amount_int(amount))
-        return self._ask_number(Code.ADD, checks.key_bytes(key), number)
-
-    def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
-        old_and_new = checks.compare_set_bytes(expected, desired)
-        return self._ask(Code.COMPARE_SET, checks.key_bytes(key), *old_and_new)[0]
-
-    def append(self, key: str, value: Data) -> None:
-        """Append to the value at ``key``, which is created if absent."""
-        self._ask(Code.APPEND, checks.key_bytes(key), checks.data_bytes(value))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """True if all ``keys`` exist, without waiting."""
-        runs = wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)])
-        return all(self._ask_number(Code.CHECK, *run) for run in runs)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` exist at once; of very many keys, one batch after the other."""
-        limit = left_seconds(self._wait_seconds(timeout))
-        deadline = Deadline(limit)
-        for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
-            self._ask_waiting(Code.WAIT, batch, keys, limit, deadline)
-
-    def delete_key(self, key: str) -> bool:
-        """Remove ``key``; return whether it existed."""
-        return bool(self._ask_number(Code.DELETE, checks.key_bytes(key)))
-
-    def num_keys(self) -> int:
-        """The number of keys."""
-        return self._ask_number(Code.NUM_KEYS)
-
-    def list_keys(self) -> list[str]:
-        """All keys, in no order."""
-        return [name.decode(errors="replace") for name in self._ask(Code.LIST_KEYS)]
-
-    def queue_push(self, key: str, value: Data) -> None:
-        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
-        self._ask(Code.QUEUE_PUSH, checks.key_bytes(key), checks.data_bytes(value))
-
-    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
-        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
-        name, limit = checks.key_bytes(key), left_seconds(self._wait_seconds(timeout))
-        if block:
-            deadline = Deadline(limit)
-            return self._ask_waiting(Code.QUEUE_POP, [name], [key], limit, deadline).fields[0]
-        request = wire.encode(Code.QUEUE_POP, (wire.encode_number(-1), name))
-        answer = self._pool.ask(request, checks.seconds(self._timeout))
-        if answer.code == Code.TIMEOUT:
-            raise checks.empty_error(repr(self), key)
-        return self._checked(answer).fields[0]
-
-    def queue_len(self, key: str) -> int:
-        """The number of values in the queue ``key``."""
-        return self._ask_number(Code.QUEUE_LENGTH, checks.key_bytes(key))
-
     def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None]:
@@ -156,44 +73,18 @@ class RemoteStore(Store):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._pool.where)!r})"
 
-    def _get_batch(
-        self, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline
-    ) -> list[bytes]:
-        answer = self._ask_waiting(Code.GET, batch, keys, limit, deadline)
-        if answer.code != Code.TOO_LONG:
-            return answer.fields
-        # Together they exceed a message; alone each one fits.
-        return [
-            self._ask_waiting(Code.GET, [name], keys, limit, deadline).fields[0] for name in batch
-        ]
-
     def _hold(self, request: bytes, until_closed: bool = False) -> Callable[[], None]:
         """Send a request whose effect comes when the connection closes; returns the undo."""
         revocation = wire.encode(Code.APPEND_ON_DISCONNECT, ())
         limit = checks.seconds(self._timeout)
         return self._pool.hold(request, revocation, limit, revocation if until_closed else b"")
 
-    def _ask(self, code: Code, *fields: bytes) -> list[bytes]:
-        answer = self._pool.ask(wire.encode(code, fields), checks.seconds(self._timeout))
-        return self._checked(answer).fields
-
-    def _ask_number(self, code: Code, *fields: bytes) -> int:
-        fields_back = self._ask(code, *fields)
-        return wire.decode_number(fields_back[0])
-
-    def _ask_waiting(
-        self, code: Code, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline
+    def _send(
+        self, code: Code, fields: Sequence[bytes], lines: KeyWait | None = None, left: float = 0.0
     ) -> WireMessage:
-        """The answer for ``batch``, a part of ``keys``; the error names all keys."""
-        left = deadline.left()
-        # Rounded up: a server that gives up early would cut the caller's time short.
-        milliseconds = wire.encode_number(-int(-left * 1000 // 1))
-        request = wire.encode(code, (milliseconds, *batch))
-        answer = self._pool.ask(request, left, KeyWait(self, batch))
-        if answer.code == Code.TIMEOUT:
-            missing = [name.decode(errors="replace") for name in answer.fields]
-            raise checks.timeout_error(repr(self), keys, missing, limit)
-        return self._checked(answer)
+        seconds = checks.seconds(self._timeout) if lines is None else left
+        answer = self._pool.ask(wire.encode(code, fields), seconds, lines)
+        return answer if answer.code == Code.TIMEOUT else self._checked(answer)
 
     def _checked(self, answer: WireMessage) -> WireMessage:
         if answer.code == Code.ERROR:

@@ -16,69 +16,47 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from enum import IntEnum
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from tilework.errors import DistStoreError, StoreTimeoutError
 from tilework.forks import watch_forks
+from tilework.framed import GarbageError
+from tilework.store import wire
 from tilework.store.arrivals import hold_byte, is_free
-from tilework.store.checks import Deadline
-from tilework.store.table import Queues, Table
+from tilework.store.checks import Deadline, closed_error
+from tilework.store.requests import HANDLERS, LocalClient, StoreState
+from tilework.store.wire import Code, WireMessage
 
 # ::
 #
 #     file    = MAGIC record*
-#     MAGIC   = "tilework-store" 0x00 0x01                         16 bytes, the last is the version
+#     MAGIC   = "tilework-store" 0x00 0x02                         16 bytes, the last is the version
 #     record  = size:u32 crc(payload):u32 crc(size, crc):u32 payload       integers big-endian
-#     payload = kind:u8 key_size:u32 key value
+#     payload = a request that has changed the store, as a message of wire; or JOIN, without fields,
+#               where a store has opened the file, and LEAVE, with the number of the store
 #
 # The header's own checksum distinguishes a torn record from a damaged record. Only the last record
 # can be torn (the writer was killed, or is still writing): then the header is good, or shorter than
 # 12 bytes, and the payload ends beyond the file. Anything else that does not add up is damage.
 
-MAGIC: Final = b"tilework-store\x00\x01"
+MAGIC: Final = b"tilework-store\x00\x02"
 
 _HEADER: Final = struct.Struct("!III")
-_PAYLOAD: Final = struct.Struct("!BI")
 HEADER_BYTES: Final = _HEADER.size
-
-
-class RecordKind(IntEnum):
-    """The kind of a record."""
-
-    SET = 1
-    APPEND = 2
-    DELETE = 3
-    #: A store object opened the file, or closed it; they count who still uses it.
-    OPEN = 4
-    CLOSE = 5
-    #: A value was pushed to a queue, or the oldest was taken.
-    PUSH = 6
-    POP = 7
-
-
-class LogRecord(NamedTuple):
-    """A change of a store, as the file holds it.
-
-    Attributes:
-        kind: The kind of change.
-        key: The key that changes.
-        value: The new value, or what the kind of change needs.
-    """
-
-    kind: RecordKind
-    key: bytes = b""
-    value: bytes = b""
+#: Requests that change nothing; nobody has to be locked out to answer them.
+_READS: Final = frozenset(
+    (Code.GET, Code.CHECK, Code.WAIT, Code.NUM_KEYS, Code.LIST_KEYS, Code.QUEUE_LENGTH)
+)
 
 
 class DamagedLogError(Exception):
     """The file has bytes that no writer of this format leaves behind, not even a killed writer."""
 
 
-def pack(record: LogRecord) -> bytes:
-    """The bytes of ``record`` in the file, with header."""
-    payload = _PAYLOAD.pack(record.kind, len(record.key)) + record.key + record.value
+def pack(code: Code, fields: Sequence[bytes]) -> bytes:
+    """The record of a request in the file, with header."""
+    payload = wire.encode(code, fields)
     sizes = struct.pack("!II", len(payload), zlib.crc32(payload))
     return sizes + struct.pack("!I", zlib.crc32(sizes)) + payload
 
@@ -91,18 +69,14 @@ def record_bytes(header: bytes) -> int:
     return HEADER_BYTES + int(size)
 
 
-def unpack(data: bytes) -> LogRecord:
+def unpack(data: bytes) -> WireMessage:
     """Decode ``data``, one whole record with header. Raises DamagedLogError."""
     payload = data[HEADER_BYTES:]
     if zlib.crc32(payload) != _HEADER.unpack_from(data)[1]:
         raise DamagedLogError("a record fails its checksum")
     try:
-        kind, key_bytes = _PAYLOAD.unpack_from(payload)
-        key_end = _PAYLOAD.size + key_bytes
-        if key_end > len(payload):
-            raise DamagedLogError("a record's key is longer than the record")
-        return LogRecord(RecordKind(kind), payload[_PAYLOAD.size : key_end], payload[key_end:])
-    except (struct.error, ValueError) as error:
+        return wire.decode(payload)
+    except GarbageError as error:
         raise DamagedLogError(f"a record makes no sense: {error}") from error
 
 
@@ -137,11 +111,6 @@ class Log:
         watch_forks(self)
 
     @property
-    def closed(self) -> bool:
-        """True if close() was called."""
-        return self._fd < 0
-
-    @property
     def private(self) -> bool:
         """True if the file is this user's, and nobody else may write to it."""
         info = os.fstat(self._fd)
@@ -159,17 +128,44 @@ class Log:
             with self._flock(fcntl.LOCK_SH, _CLOSE_SECONDS):
                 self._read_or_raise()
 
+    def ensure_open(self) -> None:
+        """Raise DistStoreError if this store was closed."""
+        if self._fd < 0:
+            raise closed_error(str(self))
+
+    def answer(self, code: Code, fields: Sequence[bytes], wait_seconds: float) -> WireMessage:
+        """The answer to a request, at once. A request that changes the store is appended, or raises
+        and changes nothing.
+        """
+        with self.mutex:
+            self.ensure_open()
+            if code in _READS or (code == Code.QUEUE_POP and not self._has_value(fields[1])):
+                self.refresh()
+                return self._handled(code, fields)
+            with self._writing(wait_seconds):
+                before = self.state.changes
+                answer = self._handled(code, fields)
+                if self.state.changes != before:
+                    self._append(code, fields)
+                return answer
+
+    def _has_value(self, queue: bytes) -> bool:
+        self.refresh()
+        return self.state.queues.length(queue) > 0
+
+    def _handled(self, code: int, fields: Sequence[bytes]) -> WireMessage:
+        return LocalClient(self.state, code, fields).end()
+
     @contextlib.contextmanager
-    def writing(self, wait_seconds: float) -> Iterator[Table]:
-        """Lock the file within the block, so that nobody else writes; yield the current table."""
+    def _writing(self, wait_seconds: float) -> Iterator[None]:
+        """Lock the file within the block, so that nobody else writes, and read all of it."""
         with self.mutex, self._flock(fcntl.LOCK_EX, wait_seconds):
             self._read_or_raise()
-            yield self.table
+            yield
 
-    def write(self, records: Iterable[LogRecord]) -> None:
-        """Append ``records``, all or none; only inside :meth:`writing`."""
-        records = list(records)
-        data = b"".join(pack(record) for record in records)
+    def _append(self, code: Code, fields: Sequence[bytes] = ()) -> None:
+        """Append a request that the state has been changed by; only inside :meth:`_writing`."""
+        data = pack(code, fields)
         if self._offset == 0:
             data = MAGIC + data
         try:
@@ -179,13 +175,18 @@ class Log:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._offset)
+            self._forget()
+            self._read_or_raise()
             raise DistStoreError(
                 f"{self} could not be written: {error.strerror}. Nothing was changed, and what it "
                 "holds can still be read. Free some space, or use a path on another disk."
             ) from error
         self._offset += len(data)
-        for record in records:
-            self._apply(record)
+
+    def _forget(self) -> None:
+        """Begin to read the file from the start."""
+        self.state, self._offset, self.opened, self._finished = StoreState(), 0, 0, 0
+        self._closed_in_order: set[int] = set()
 
     def lost(self) -> list[int]:
         """The numbers of the stores whose processes ended before they closed the file."""
@@ -228,9 +229,7 @@ class Log:
 
     def _open(self, wait_seconds: float) -> None:
         while True:
-            self.table, self._offset, self.opened, self._finished = Table(), 0, 0, 0
-            self.queues = Queues()
-            self._closed_in_order: set[int] = set()
+            self._forget()
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
@@ -244,20 +243,23 @@ class Log:
                     f"{self} could not be opened: it is not a plain file (a pipe, or a device). "
                     "The path must be a file or a new name."
                 )
-            with self.writing(wait_seconds):
+            with self._writing(wait_seconds):
                 # The last user of an earlier store may have removed the file since it was opened.
                 if os.fstat(self._fd).st_nlink:
                     # Locked before anybody can know of it: a free byte means an end.
                     number = self.opened + 1
                     self.number = number if hold_byte(self._fd, number) else 0
-                    self.write([LogRecord(RecordKind.OPEN)])
+                    self._append(Code.JOIN)
+                    self.opened = number
                     self._counted = True
                     return
             self._drop_fd()
 
     def _leave(self) -> None:
-        with self.writing(_CLOSE_SECONDS):
-            self.write([LogRecord(RecordKind.CLOSE, value=b"%d" % self.number)])
+        with self._writing(_CLOSE_SECONDS):
+            left = b"%d" % self.number
+            self._append(Code.LEAVE, [left])
+            self._apply(WireMessage(Code.LEAVE, [left]))
             last = self._finished == self.opened and self._finished >= self._world_size
             if self._world_size > 0 and last and self._is_ours():
                 os.unlink(self.path)
@@ -332,19 +334,18 @@ class Log:
             written = os.pwrite(self._fd, view, at)
             view, at = view[written:], at + written
 
-    def _apply(self, record: LogRecord) -> None:
-        if record.kind is RecordKind.SET:
-            self.table.set(record.key, record.value)
-        elif record.kind is RecordKind.APPEND:
-            self.table.append(record.key, record.value)
-        elif record.kind is RecordKind.DELETE:
-            self.table.delete(record.key)
-        elif record.kind is RecordKind.PUSH:
-            self.queues.push(record.key, record.value)
-        elif record.kind is RecordKind.POP:
-            self.queues.pop(record.key)
-        elif record.kind is RecordKind.OPEN:
+    def _apply(self, record: WireMessage) -> None:
+        code, fields = record
+        if code == Code.JOIN:
             self.opened += 1
-        else:
+        elif code == Code.LEAVE:
             self._finished += 1
-            self._closed_in_order.add(int(record.value) if record.value.isdigit() else 0)
+            number = b"".join(fields)
+            self._closed_in_order.add(int(number) if number.isdigit() else 0)
+        elif code in HANDLERS:
+            try:
+                self._handled(code, fields)
+            except (GarbageError, DistStoreError) as error:
+                raise DamagedLogError(f"a record makes no sense: {error}") from error
+        else:
+            raise DamagedLogError(f"a record of the unknown kind {code}")

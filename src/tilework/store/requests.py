@@ -6,6 +6,7 @@ A malformed request raises GarbageError, which closes the connection. A request 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -41,6 +42,11 @@ class StoreState:
         self.workers: set[bytes] = set()
         #: Called, once each, when a worker joins.
         self.worker_watchers: dict[Callable[[], None], None] = {}
+
+    @property
+    def changes(self) -> int:
+        """The number of changes so far of the keys and queues."""
+        return self.table.changes + self.queues.changes
 
     def join(self, worker: bytes) -> None:
         """Add ``worker`` to the workers that joined; a name counts once. Call the watchers."""
@@ -269,3 +275,48 @@ HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = 
     Code.QUEUE_POP: _queue_pop,
     Code.QUEUE_LENGTH: _queue_length,
 }
+
+
+class LocalClient:
+    """The client of a store in this process.
+
+    Args:
+        state: The contents of the store.
+        code, fields: The request, which is handled at once, perhaps without an answer yet.
+
+    Raises:
+        DistStoreError: The request is refused.
+    """
+
+    def __init__(self, state: StoreState, code: int, fields: Sequence[bytes]) -> None:
+        self.answer: wire.WireMessage | None = None
+        #: Set with the answer, and when the store closes.
+        self.ended = threading.Event()
+        HANDLERS[code](self, state, list(fields))
+
+    def ok(self, *fields: bytes) -> None:
+        self.send(Code.OK, fields)
+
+    def send(self, code: Code, fields: Sequence[bytes] = ()) -> None:
+        self.answer = wire.WireMessage(code, list(fields))
+        self.ended.set()
+
+    def park(
+        self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
+    ) -> None:
+        self._expired, self._undo = expired, undo
+
+    def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None:
+        self._undo()
+        self.send(code, fields)
+
+    def append_on_disconnect(self, record: tuple[bytes, bytes] | None) -> None:
+        """Do nothing: the store ends with this process."""
+
+    def end(self) -> wire.WireMessage:
+        """The answer; if there is none yet, the wait ends with a TIMEOUT."""
+        if self.answer is None:
+            self._undo()
+            self._expired()
+        assert self.answer is not None
+        return self.answer

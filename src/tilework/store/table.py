@@ -33,23 +33,20 @@ class Table:
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
+        #: The number of changes so far.
+        self.changes = 0
         # Each waiter is parked on one missing key at a time (dicts keep the order of arrival).
         self._parked: dict[bytes, dict[Waiter, None]] = {}
 
     def set(self, key: bytes, value: bytes) -> None:
         """Store ``value``, and wake those who waited for ``key``."""
+        self.changes += self.values.get(key) != value
         self.values[key] = value
         if key in self._parked:
             self._wake(key)
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to the integer at ``key``; see :meth:`Store.add`."""
-        total = self.sum(key, amount)
-        self.set(key, b"%d" % total)
-        return total
-
-    def sum(self, key: bytes, amount: int) -> int:
-        """The value that ``add`` would give ``key``, without doing it."""
         current = self.values.get(key, b"0")
         try:
             total = int(current) + amount
@@ -61,35 +58,30 @@ class Table:
             raise DistStoreError(
                 f"add would take key {show_key(key)} to {total}, more than 64 signed bits hold"
             )
+        self.set(key, b"%d" % total)
         return total
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         """Set ``key`` if it holds ``expected``; see :meth:`Store.compare_set`."""
-        if self.would_set(key, expected):
+        if self.values.get(key, b"") == expected:
             self.set(key, desired)
         return self.values.get(key, expected)
 
-    def would_set(self, key: bytes, expected: bytes) -> bool:
-        """True if ``compare_set`` with ``expected`` would change ``key``."""
-        return self.values.get(key, b"") == expected
-
     def append(self, key: bytes, value: bytes) -> None:
         """Append to the value at ``key``. Raises DistStoreError if it would become too long."""
-        self.check_append(key, value)
-        self.set(key, self.values.get(key, b"") + value)
-
-    def check_append(self, key: bytes, value: bytes) -> None:
-        """Raise DistStoreError if appending would make the value too long."""
         total = len(self.values.get(key, b"")) + len(value)
         if total > MAX_VALUE_BYTES:
             raise DistStoreError(
                 f"append would take key {show_key(key)} to {total} bytes; "
                 f"a value takes at most {MAX_VALUE_BYTES}: use several keys"
             )
+        self.set(key, self.values.get(key, b"") + value)
 
     def delete(self, key: bytes) -> bool:
         """Remove ``key``; return whether it existed."""
-        return self.values.pop(key, None) is not None
+        existed = self.values.pop(key, None) is not None
+        self.changes += existed
+        return existed
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Those of ``keys`` that do not exist."""
@@ -116,13 +108,6 @@ class Table:
         seats.pop(waiter, None)
         if not seats:
             self._parked.pop(key, None)
-
-    def wake_all(self) -> None:
-        """Call every waiter's ``ready``, whatever is missing: the table is going away."""
-        parked, self._parked = self._parked, {}
-        for seats in parked.values():
-            for waiter in seats:
-                waiter.ready()
 
     def _wake(self, key: bytes) -> None:
         for waiter in self._parked.pop(key):
@@ -154,6 +139,8 @@ class Queues:
     """First-in, first-out queues by key; a value goes to the taker that has waited longest."""
 
     def __init__(self) -> None:
+        #: The number of changes so far.
+        self.changes = 0
         self._values: dict[bytes, deque[bytes]] = {}
         self._sizes: dict[bytes, int] = {}
         # Nobody waits where there are values. Dicts keep the order of arrival.
@@ -171,34 +158,27 @@ class Queues:
             self.unpark(key, taker)
             taker(value)
             return
-        self.check_push(key, value)
-        self._values.setdefault(key, deque()).append(value)
-        self._sizes[key] = self._sizes.get(key, 0) + len(value)
-
-    def check_push(self, key: bytes, value: bytes) -> None:
-        """Raise DistStoreError if the queue has no room for ``value``."""
         total = self._sizes.get(key, 0) + len(value)
         if total > MAX_QUEUE_BYTES:
             raise DistStoreError(
                 f"queue_push would take the queue {show_key(key)} to {total} bytes; it takes at "
                 f"most {MAX_QUEUE_BYTES}: pop some first"
             )
+        self.changes += 1
+        self._values.setdefault(key, deque()).append(value)
+        self._sizes[key] = total
 
     def pop(self, key: bytes) -> bytes | None:
         """Take the oldest value out of the queue ``key``; None if the queue is empty."""
         values = self._values.get(key)
         if not values:
             return None
+        self.changes += 1
         value = values.popleft()
         self._sizes[key] -= len(value)
         if not values:
             del self._values[key], self._sizes[key]
         return value
-
-    def first(self, key: bytes) -> list[bytes]:
-        """A list of the oldest value, which stays in the queue; an empty list if there is none."""
-        values = self._values.get(key)
-        return [values[0]] if values else []
 
     def park(self, key: bytes, taker: Taker) -> None:
         """Have ``taker`` called with the next value that is pushed; the queue must be empty now."""

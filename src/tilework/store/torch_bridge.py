@@ -78,7 +78,7 @@ class TorchStoreAdapter(Store):
             # torch's server drops the connection over what is no integer, and wraps around.
             held = Table()
             held.set(name, bytes(self._call("get", key)))
-            held.sum(name, number)
+            held.add(name, number)
         return int(self._call("add", key, number))
 
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:

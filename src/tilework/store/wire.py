@@ -93,6 +93,8 @@ class Code(IntEnum):
     QUEUE_POP = 31
     #: queue; answered by the number of values
     QUEUE_LENGTH = 32
+    #: Only in files: a store was closed.
+    LEAVE = 33
 
     #: Success, with the fields named above.
     OK = 64
@@ -152,6 +154,13 @@ def decode_fields(body: bytes) -> list[bytes]:
     if at != end:
         raise GarbageError("a field is longer than the message")
     return fields
+
+
+def decode(data: bytes) -> WireMessage:
+    """The message that :func:`encode` has made ``data`` of. Raises GarbageError."""
+    if len(data) < HEADER.size or HEADER.unpack_from(data)[0] != len(data) - HEADER.size:
+        raise GarbageError("a message of another size than it says")
+    return WireMessage(data[HEADER.size - 1], decode_fields(data[HEADER.size :]))
 
 
 class Inbox:
