@@ -23,6 +23,7 @@ LAYERS = (
     "forks",
     "framed",
     "memory_files",
+    "optional_core",
     "wait_graph",
     "layout",
     "show",

@@ -34,12 +34,8 @@ from tilework.checkpoint.tensor_bytes import (
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 from tilework.layout.internal import BoxIndex
+from tilework.optional_core import core as _core
 from tilework.tiled import TiledTensor
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 #: The bytes read by one call of the core: signals and progress come between calls.
 CALL_BYTES = 64 << 20
@@ -249,11 +245,6 @@ class Targets:
             known = self._tiles[number, tile] = tensor.detach()
         return known
 
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 #: The bytes read at once through a buffer, few enough to stay in the cache.
 BOUNCE_BYTES = 4 << 20

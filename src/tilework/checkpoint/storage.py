@@ -22,6 +22,7 @@ from urllib.request import url2pathname
 
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.errors import CheckpointError
+from tilework.optional_core import core as _core
 
 #: If more than this wait, the remover closes a file at once.
 _MOST_WAITING = 64
@@ -90,12 +91,6 @@ def _close(descriptor: int) -> None:
 
 #: The thread of this process.
 late_close = LateClose()
-
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 if sys.platform != "win32":
     import fcntl

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from tilework.layout import Box
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
-
+from tilework.optional_core import core as _core
 
 #: The places of a box's elements, in the core's form: the address of the first run, its offset in
 #: the part, the bytes of a run, and for each dim the number of runs, and their distances in the

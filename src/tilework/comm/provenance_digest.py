@@ -15,10 +15,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 #: Words in messages for a collective of an operator on DTensors.
 OF_A_DTENSOR = "of a DTensor"

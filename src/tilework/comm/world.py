@@ -30,13 +30,9 @@ from tilework.comm.flight.notes import Notes, Sink
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.per_call.callbacks import end_idle_threads, finish_callbacks
 from tilework.comm.per_call.callsite import user_frame
+from tilework.optional_core import core as _core
 from tilework.rendezvous import detect_environment
 from tilework.store import Store
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 StateT = TypeVar("StateT")
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

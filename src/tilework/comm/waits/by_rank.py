@@ -16,11 +16,7 @@ from tilework.comm.contract import MessageWait, ProcessGroup
 from tilework.comm.flight.ring import RUNNING, Entry
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import World, current_world
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 #: Seconds after which a wait is long.
 AFTER_SECONDS = 0.3

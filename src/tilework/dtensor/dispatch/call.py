@@ -72,6 +72,7 @@ from tilework.dtensor.views.places import count_write
 from tilework.mesh import DeviceMesh
 from tilework.mesh.internal import check_device_is_there
 from tilework.models import original as original_init
+from tilework.optional_core import core as _core
 from tilework.tiled import (
     Handler,
     OpEntry,
@@ -266,11 +267,6 @@ def _digests_by_mesh(own: int, operands: Sequence[Tensor]) -> dict[DeviceMesh, i
         seeds.setdefault(tensor.device_mesh, [own]).append(digest_of(tensor))
     return {each: hash(tuple(its)) for each, its in seeds.items()} if len(seeds) > 1 else {}
 
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 _grad_enabled = torch.is_grad_enabled
 

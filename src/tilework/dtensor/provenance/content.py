@@ -18,6 +18,7 @@ from torch import Tensor
 from tilework.comm.per_call.internal import awaited
 from tilework.comm.provenance_digest import VARIABLE
 from tilework.comm.world import current_world
+from tilework.optional_core import core as _core
 
 Mode = Literal["off", "sampled", "full"]
 _MODES = get_args(Mode)
@@ -101,11 +102,6 @@ def _count(more: int) -> None:
         _open += more
         changes += 1
 
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 #: Of larger tensors a sample is hashed.
 _ALL_BYTES = 64 << 10

@@ -19,11 +19,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.comm.per_call.internal import recorded
 from tilework.dtensor.random import philox_reference
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 #: The dtypes that can be filled, with the core's names.
 _DTYPES = {

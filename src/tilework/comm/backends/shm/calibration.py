@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tilework.cores import Topology, affinity, host_topology, usable_cores
+from tilework.optional_core import core as _core
 
 # The model and its figures are in docs/algorithms/topology.md.
 
@@ -126,11 +127,6 @@ def two_level_round_ns(nodes: int, ranks_per_node: int) -> float:
 def _align_down(nbytes: int) -> int:
     return nbytes // 4096 * 4096
 
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
 
 #: "0" or "off": measure and read nothing; use the core's defaults.
 CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"

@@ -21,11 +21,7 @@ from torch import Tensor
 
 from tilework.comm.backends.tensor_memory import as_bytes, unseen
 from tilework.comm.forms import Operation, Parts
-
-try:
-    from tilework import _core
-except ImportError:
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
 #: The words of torch's storage object to look at. Every torch has a longer object.

@@ -28,11 +28,7 @@ from tilework.comm.elastic.watched_store import look
 from tilework.cores import affinity, cpu_quota
 from tilework.errors import DistBackendError, DistStoreError, PeerLostError, StoreTimeoutError
 from tilework.framed import MAX_CALLERS, Door, knock, other_user_of
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core: make_backend says so when asked for a group
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 _READY, _GO = b"R", b"G"
 #: Errors that mean that ranks cannot reach each other's memory; other errors are failures of one

@@ -34,12 +34,7 @@ from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts, op_
 from tilework.comm.per_call import profiling
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.comm.reduce_op import RedOpType
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core: make_backend says so when asked for a group
-    _core = None  # type: ignore[assignment]
-
+from tilework.optional_core import core as _core
 
 #: The number of entries from which on a sweep looks for finished operations.
 _FIRST_SWEEP = 64

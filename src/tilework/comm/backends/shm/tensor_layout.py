@@ -17,10 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_size_t)
 #: The words to look at in the object behind a tensor; no torch has a smaller object.
