@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,23 +43,12 @@ from tilework.comm.backends.operation_header import Header, disagreement, header
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.shm.shm_group import ShmEngine, ShmGroup
 from tilework.comm.backends.tensor_memory import unseen
-from tilework.comm.backends.threads.threads_collectives import (
-    READ_BY_ALL,
-    Share,
-    copy_flat,
-    copy_parts,
-    fill,
-    reduced,
-)
+from tilework.comm.backends.threads.threads_collectives import copy_flat, run_together
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.forms import Operation
 from tilework.comm.waits import by_rank
 from tilework.errors import DistBackendError
-
-try:
-    from tilework import _core
-except ImportError:  # installed without the core
-    _core = None  # type: ignore[assignment]
+from tilework.optional_core import core as _core
 
 #: Seconds between looks of a waiting rank: a constant, plus a share for each rank, since the looks
 #: of all ranks share an interpreter.
@@ -70,42 +59,34 @@ _GONE = "its thread ended or left the group"
 
 
 class _Meeting:
-    """A collective in progress: each rank's share (operation and tensors), and how many ranks have
-    read the shares of the others.
-    """
+    """A collective in progress. The last rank to come runs it for all."""
 
     def __init__(self, size: int, lock: threading.Lock) -> None:
-        self.shares: list[tuple[Share, Header] | None] = [None] * size
-        self.arrived = 0
-        self.left = 0
-        #: Notified when all have come, when all have left, and by every other end of a wait.
+        #: By rank; None: the rank has not come, or has left without waiting for the end.
+        self.calls: list[tuple[Operation, Header] | None] = [None] * size
+        #: Notified at the end, and by what else ends a wait.
         self.changed = threading.Condition(lock)
-        #: True once the last rank to come has compared and reduced.
-        self.is_prepared = False
-        #: The error of a failed meeting; else the value of a reduction.
-        self.error: Exception | None = None
-        self.value: Tensor | None = None
-        #: True if no rank reads the others' tensors any more.
         self.is_over = False
+        self.error: Exception | None = None
 
     def missing(self) -> list[int]:
         """The ranks that have not come."""
-        return [rank for rank, arrived in enumerate(self.shares) if arrived is None]
+        return [rank for rank, call in enumerate(self.calls) if call is None]
 
-    def prepare(self) -> None:
-        """Compare the ranks' operations, and compute the result of a reduction. The last rank to
-        come does this for all.
-        """
-        arrived = [each for each in self.shares if each is not None]
+    def is_idle(self) -> bool:
+        """True if no rank writes to the others' tensors."""
+        return self.is_over or None in self.calls
+
+    def run(self) -> None:
+        """Compare the ranks' operations, and run them."""
+        calls = [call for call in self.calls if call is not None]
         try:
-            at_fault, why = disagreement([header for _, header in arrived])
+            at_fault, why = disagreement([header for _, header in calls])
             if at_fault:
                 raise Fault("mismatch", at_fault, why)
-            shares = [share for share, _ in arrived]
-            self.is_over = shares[0].operation.kind not in READ_BY_ALL
-            self.value = reduced(shares)
+            run_together([operation for operation, _ in calls])
         except Exception as error:
-            self.error, self.is_over = error, True
+            self.error = error
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +140,7 @@ class _Hub:
         """The members of ``ranks`` that ended or left."""
         return [r for r in ranks if self.closed[r] or _is_dead(self.owners[r])]
 
-    def _lost_at_last_look(self) -> list[int]:
+    def lost_at_last_look(self) -> list[int]:
         """All ranks that had ended or left at the last look at the ranks' threads. A look that is
         older than 0.1 s is repeated, once for all waiting ranks.
         """
@@ -168,35 +149,6 @@ class _Hub:
             self._next_look = now + _LOOK_SECONDS
             self._gone = self.lost(range(self.size))
         return self._gone
-
-    def wait(
-        self,
-        meeting: _Meeting,
-        ready: Callable[[], bool],
-        missing: Callable[[], list[int]],
-        deadline: float,
-    ) -> None:
-        """Wait until ``ready()`` is True; the caller holds ``lock``. Raise Fault if the group is
-        aborted, if a rank of ``missing()`` is lost, or at ``deadline``.
-        """
-        start = time.monotonic()
-        while not ready():
-            if self.abortion is not None:
-                raise Fault("aborted", (self.abortion[0],), self.abortion[2])
-            gone = self._lost_at_last_look()
-            lost = sorted({*gone} & {*missing()}) if gone else []
-            if lost:
-                raise Fault("peer_lost", tuple(lost), _GONE)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                waited = time.monotonic() - start
-                raise Fault("timeout", tuple(missing()), f"waited {waited:.1f} s")
-            meeting.changed.wait(min(left, self.look_seconds))
-            self.lock.release()  # a look may abort this group
-            try:
-                by_rank.look_if_long(start)
-            finally:
-                self.lock.acquire()
 
     def wake(self) -> None:
         """Wake every waiting rank, to check at once for lost ranks and aborts."""
@@ -274,70 +226,64 @@ class ThreadsEngine(PythonEngine):
         deadline = time.monotonic() + operation.timeout
         self._performed += 1
         try:
-            self._run_meeting(operation, deadline)
+            error = self._meet(operation, deadline)
         finally:
             self._meeting = None
+        if error is not None:
+            raise copy.copy(error)
 
-    def _run_meeting(self, operation: Operation, deadline: float) -> None:
-        own = Share.of(operation, self.size)
-        meeting = self._meet(own, deadline)
-        if meeting.error is not None:
-            raise copy.copy(meeting.error)
-        if meeting.is_over:
-            fill(self.rank, own, meeting.value)
-            return
-        shares = [each[0] for each in meeting.shares if each is not None]
-        writes = READ_BY_ALL[operation.kind](self.rank, operation, shares)
-        self._part(meeting, deadline)
-        for outputs, values in writes:
-            copy_parts(outputs, values)
-
-    def _meet(self, own: Share, deadline: float) -> _Meeting:
-        """Bring this rank's share to the meeting of the operation; return the meeting once all
-        ranks have come and the last has prepared it.
-        """
-        hub, number, operation = self.hub, self._performed, own.operation
+    def _meet(self, operation: Operation, deadline: float) -> Exception | None:
+        """Bring this rank's operation to the meeting; return the error once all is done."""
+        hub, number = self.hub, self._performed
         header = header_of(operation, self.rank, self.size)
         with hub.lock:
             self.check_open()
-            meeting = hub.meetings.get(number)
-            if meeting is None:
-                meeting = hub.meetings[number] = _Meeting(hub.size, hub.lock)
+            meeting = hub.meetings.setdefault(number, _Meeting(hub.size, hub.lock))
             self._meeting = meeting
-            meeting.shares[self.rank] = own, header
+            meeting.calls[self.rank] = operation, header
             hub.entered[self.rank] = f"#{number} {operation.title or operation.kind}"
-            meeting.arrived += 1
-            if meeting.arrived < hub.size:
-                missing = partial(self._missing, meeting)
-                hub.wait(meeting, lambda: meeting.arrived == hub.size, missing, deadline)
-                deadline += _COPY_SECONDS
-                hub.wait(meeting, lambda: meeting.is_prepared, list, deadline)
-                return meeting
-        meeting.prepare()
+            if None in meeting.calls:
+                self._await_end(meeting, deadline)
+                return meeting.error
+        meeting.run()
         with hub.lock:
-            meeting.is_prepared = True
-            if meeting.is_over:
-                hub.meetings.pop(number, None)
+            meeting.is_over = True
+            hub.meetings.pop(number, None)
             meeting.changed.notify_all()
-        return meeting
+        return meeting.error
 
-    def _missing(self, meeting: _Meeting) -> list[int]:
-        if self.closed:
-            # This rank left during the operation: withdraw, so that no rank counts on this share.
-            meeting.shares[self.rank] = None
-            meeting.arrived -= 1
-            self.check_open()
-        return meeting.missing()
+    def _await_end(self, meeting: _Meeting, deadline: float) -> None:
+        """Wait until the meeting is over; the caller holds the hub's lock. Raise Fault if the group
+        is aborted or closed, if a rank that has not come is lost, or at ``deadline``.
+        """
+        hub, start = self.hub, time.monotonic()
+        try:
+            while not meeting.is_over:
+                left = deadline - time.monotonic()
+                awaited = meeting.missing()
+                if not awaited:  # the last rank writes to this rank's tensors
+                    left += _COPY_SECONDS
+                else:
+                    self.check_open()
+                    self._check_lost(awaited)
+                if left <= 0:
+                    waited = time.monotonic() - start
+                    raise Fault("timeout", tuple(awaited), f"waited {waited:.1f} s")
+                meeting.changed.wait(min(left, hub.look_seconds))
+                hub.lock.release()  # a look may abort this group
+                try:
+                    by_rank.look_if_long(start)
+                finally:
+                    hub.lock.acquire()
+        except BaseException:
+            meeting.changed.wait_for(meeting.is_idle, _COPY_SECONDS)
+            meeting.calls[self.rank] = None  # nobody runs this rank's operation any more
+            raise
 
-    def _part(self, meeting: _Meeting, deadline: float) -> None:
-        """Wait until every rank has read the tensors of all other ranks."""
-        hub = self.hub
-        with hub.lock:
-            meeting.left += 1
-            if meeting.left == hub.size:
-                hub.meetings.pop(self._performed, None)
-                meeting.changed.notify_all()
-            hub.wait(meeting, lambda: meeting.left == hub.size, list, deadline + _COPY_SECONDS)
+    def _check_lost(self, awaited: Collection[int]) -> None:
+        lost = sorted(set(self.hub.lost_at_last_look()).intersection(awaited))
+        if lost:
+            raise Fault("peer_lost", tuple(lost), _GONE)
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         wait, meeting = super().waiting(), self._meeting

@@ -1,18 +1,12 @@
-"""The collectives of the threads backend.
-
-A reduction is made once, for all ranks. In operations that move data, each rank reads the others'
-tensors in place: a function copies values at once if no rank may change them, and returns the
-other copies, which are made after all ranks have read.
+"""The collectives of the threads backend without the core: one rank runs them for all.
 
 torch releases the interpreter in each call, and a rank gets it back only after all other ranks that
-want it. So the number of torch calls per rank does not depend on the number of ranks: a rank
-prepares tensors once for all readers, and copies from all ranks together.
+want it. So the last rank to come makes all copies, with few torch calls for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,28 +14,24 @@ from torch import Tensor
 from tilework.comm.backends.threads.reference import combine
 from tilework.comm.forms import MANY_INPUTS, Kind, Operation, Parts, op_factor, op_type, split_parts
 
-#: (outputs, values): copies to be made when every rank has read its peers' tensors.
-Writes = list[tuple[Parts, Sequence[Tensor]]]
+#: Flat tensors: those of each rank that the others read, or those that each rank's outputs become.
+ByRank = Sequence[Sequence[Tensor]]
 
 
-@dataclass(slots=True, frozen=True)
-class Share:
-    """A rank's operation, and the flat tensors that the others may read.
+def run_together(calls: Sequence[Operation]) -> None:
+    """Run a collective, of which ``calls`` has the operation of each rank, in their order."""
+    sources = [_sources(call, len(calls)) for call in calls]
+    with torch.inference_mode():
+        results = _RESULTS[calls[0].kind](calls, sources)
+        for call, values in zip(calls, results, strict=False):  # a barrier has none
+            if len(call.outputs) and values:
+                _copy_parts(call.outputs, values)
 
-    As many tensors as ranks if the operation has an input per rank; none for a barrier; else one
-    tensor.
-    """
 
-    operation: Operation
-    tensors: Sequence[Tensor]
-
-    @classmethod
-    def of(cls, operation: Operation, size: int) -> Share:
-        """The share of a rank in a group of ``size``."""
-        if operation.kind in MANY_INPUTS:
-            return cls(operation, split_parts(operation.inputs, size))
-        parts = operation.outputs if operation.kind == "broadcast" else operation.inputs
-        return cls(operation, [part.view(-1) for part in parts])
+def _sources(call: Operation, size: int) -> Sequence[Tensor]:
+    if call.kind in MANY_INPUTS:
+        return split_parts(call.inputs, size)
+    return [part.view(-1) for part in (call.outputs if call.kind == "broadcast" else call.inputs)]
 
 
 def copy_flat(target: Tensor, value: Tensor) -> None:
@@ -50,82 +40,40 @@ def copy_flat(target: Tensor, value: Tensor) -> None:
         target.view(-1).copy_(value.view(-1))
 
 
-def copy_parts(outputs: Parts, values: Sequence[Tensor]) -> None:
-    """Copy ``values``, a flat tensor from each rank, to the ranks' parts of ``outputs``."""
-    with torch.inference_mode():
-        if isinstance(outputs, Tensor) and not _are_parts(values, outputs):
-            torch.cat(list(values), out=outputs.view(-1))
-        elif values:
-            torch._foreach_copy_(split_parts(outputs, len(values)), list(values))
-
-
-def reduced(shares: Sequence[Share]) -> Tensor | None:
-    """The result of reducing all ranks' inputs, in rank order; None if the operation is no
-    reduction.
-    """
-    first = shares[0].operation
-    if first.kind in ("all_reduce", "reduce"):
-        contributions = [share.tensors[0] for share in shares]
-    elif first.kind == "reduce_scatter":
-        contributions = [_in_a_row(share) for share in shares]
+def _copy_parts(outputs: Parts, values: Sequence[Tensor]) -> None:
+    """Copy ``values``, flat tensors, to the parts of ``outputs``."""
+    if isinstance(outputs, Tensor) and not _are_parts(values, outputs):
+        torch.cat(list(values), out=outputs.view(-1))
     else:
-        return None
-    with torch.inference_mode():
-        factors = [op_factor(share.operation.reduce_op) for share in shares]
-        return combine(contributions, op_type(first.reduce_op), factors)
+        torch._foreach_copy_(split_parts(outputs, len(values)), list(values))
 
 
-def _in_a_row(share: Share) -> Tensor:
-    inputs = share.operation.inputs
-    return inputs.view(-1) if isinstance(inputs, Tensor) else torch.cat(list(share.tensors))
+def _reduced(calls: Sequence[Operation], sources: ByRank) -> ByRank:
+    first = calls[0]
+    rows = [
+        call.inputs.view(-1) if isinstance(call.inputs, Tensor) else torch.cat(list(parts))
+        for call, parts in zip(calls, sources, strict=True)
+    ]
+    factors = [op_factor(call.reduce_op) for call in calls]
+    value = combine(rows, op_type(first.reduce_op), factors)
+    if first.kind != "reduce_scatter":
+        return [[value]] * len(calls)
+    return [[part] for part in torch.split(value, [part.numel() for part in sources[0]])]
 
 
-def fill(rank: int, own: Share, value: Tensor | None) -> None:
-    """Copy the result ``value`` of a reduction to the output of ``rank``, if it has an output. For
-    reduce_scatter, copy only the part for ``rank``.
-    """
-    if value is None or not len(own.operation.outputs):
-        return
-    if own.operation.kind == "reduce_scatter":
-        begin = sum(part.numel() for part in own.tensors[:rank])
-        value = value[begin : begin + own.tensors[rank].numel()]
-    copy_flat(own.operation.outputs[0], value)
+def _exchanged(calls: Sequence[Operation], sources: ByRank) -> ByRank:
+    # In place, a rank's outputs are inputs that others have still to read.
+    if any(_are_parts(parts, call.outputs) for call, parts in zip(calls, sources, strict=True)):
+        sources = [[part.clone() for part in parts] for parts in sources]
+    return list(zip(*sources, strict=True))
 
 
-def _broadcast(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
-    if rank != own.root:
-        copy_flat(own.outputs[0], shares[own.root].tensors[0])
-    return []
-
-
-def _gather(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
-    if own.kind == "all_gather" or rank == own.root:
-        copy_parts(own.outputs, [share.tensors[0] for share in shares])
-    return []
-
-
-def _scatter(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
-    copy_flat(own.outputs[0], shares[own.root].tensors[rank])
-    return []
-
-
-def _all_to_all(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
-    values = [share.tensors[rank] for share in shares]
-    # In place, this rank's outputs are inputs that others may still have to read.
-    if _are_parts(shares[rank].tensors, own.outputs):
-        return [(own.outputs, [value.clone() for value in values])]
-    copy_parts(own.outputs, values)
-    return []
-
-
-def _scan(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
-    counted = shares[scanned(own, rank, len(shares))]
-    if not counted:
-        return []
-    factors = [op_factor(share.operation.reduce_op) for share in counted]
-    with torch.inference_mode():
-        value = combine([share.tensors[0] for share in counted], op_type(own.reduce_op), factors)
-    return [(own.outputs, [value])]
+def _scanned(calls: Sequence[Operation], sources: ByRank) -> ByRank:
+    size, op = len(calls), op_type(calls[0].reduce_op)
+    parts = [source for (source,) in sources]
+    factors = [op_factor(call.reduce_op) for call in calls]
+    counted = [scanned(calls[0], rank, size) for rank in range(size)]
+    return [[combine(parts[c], op, factors[c])] if parts[c] else [] for c in counted]
 
 
 def scanned(operation: Operation, rank: int, size: int) -> slice:
@@ -162,13 +110,19 @@ def _are_parts(tensors: Sequence[Tensor], outputs: Parts) -> bool:
     return any(output.data_ptr() in begins for output in outputs if output.numel())
 
 
-#: The operations in which each rank reads the others' tensors.
-READ_BY_ALL: dict[Kind, Callable[[int, Operation, Sequence[Share]], Writes]] = {
-    "broadcast": _broadcast,
-    "scan": _scan,
-    "exscan": _scan,
-    "all_gather": _gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
+#: What the outputs of each rank become; ignored where the rank has none, as beside a root.
+_RESULTS: dict[Kind, Callable[[Sequence[Operation], ByRank], ByRank]] = {
+    "barrier": lambda calls, sources: (),
+    "broadcast": lambda calls, sources: [
+        [] if rank == calls[0].root else sources[calls[0].root] for rank in range(len(calls))
+    ],
+    "all_reduce": _reduced,
+    "reduce": _reduced,
+    "reduce_scatter": _reduced,
+    "scan": _scanned,
+    "exscan": _scanned,
+    "all_gather": lambda calls, sources: [[parts[0] for parts in sources]] * len(calls),
+    "gather": lambda calls, sources: [[parts[0] for parts in sources]] * len(calls),
+    "scatter": lambda calls, sources: [[part] for part in sources[calls[0].root]],
+    "all_to_all": _exchanged,
 }
