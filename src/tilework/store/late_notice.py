@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 from tilework.store.checks import first_few, show_key
 
@@ -75,7 +76,11 @@ class KeyWait:
 
     def __init__(self, store: object, keys: Sequence[bytes] = (), what: str = "") -> None:
         self._store, self._keys, self._what = store, keys, what
-        self._notice = LateNotice(time.monotonic())
+        self._begun = time.monotonic()
+
+    @cached_property
+    def _notice(self) -> LateNotice:
+        return LateNotice(self._begun)
 
     def pause(self, seconds: float) -> float:
         """The seconds to wait before :meth:`look` is called again, at most ``seconds``."""

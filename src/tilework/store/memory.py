@@ -44,13 +44,13 @@ class HashStore(RequestStore):
     def _send(
         self, code: Code, fields: Sequence[bytes], lines: KeyWait | None = None, left: float = 0.0
     ) -> WireMessage:
-        deadline = checks.Deadline(left)
         with self._lock:
             self._ensure_open()
             client = LocalClient(self._state, code, fields)
             if client.answer is not None or lines is None:
                 return client.end()
             self._parked[client] = None
+        deadline = checks.Deadline(left)
         try:
             while not client.ended.wait(lines.pause(deadline.left())) and not deadline.passed:
                 lines.look()

@@ -290,8 +290,6 @@ class LocalClient:
 
     def __init__(self, state: StoreState, code: int, fields: Sequence[bytes]) -> None:
         self.answer: wire.WireMessage | None = None
-        #: Set with the answer, and when the store closes.
-        self.ended = threading.Event()
         HANDLERS[code](self, state, list(fields))
 
     def ok(self, *fields: bytes) -> None:
@@ -299,16 +297,18 @@ class LocalClient:
 
     def send(self, code: Code, fields: Sequence[bytes] = ()) -> None:
         self.answer = wire.WireMessage(code, list(fields))
-        self.ended.set()
 
     def park(
         self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
     ) -> None:
         self._expired, self._undo = expired, undo
+        #: Set with the answer, and when the store closes.
+        self.ended = threading.Event()
 
     def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None:
         self._undo()
         self.send(code, fields)
+        self.ended.set()
 
     def append_on_disconnect(self, record: tuple[bytes, bytes] | None) -> None:
         """Do nothing: the store ends with this process."""

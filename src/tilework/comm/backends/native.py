@@ -63,6 +63,11 @@ from tilework.errors import (
     PeerLostError,
 )
 
+#: By words in a text of the core: the difference of calls that the core has only numbers of.
+_DIFFERENCES = {
+    " of tensors of provenance ": "how their tensors came about",
+    " with shapes of label ": "dtype or shape as given",
+}
 #: Seconds that a failing rank waits for the other ranks' reports.
 _REPORT_SECONDS = 0.3
 #: A call as ranks report it: number, operation, purpose, place.
@@ -87,11 +92,18 @@ class NativeGroup(ProcessGroup):
     #: The types of devices whose tensors the engine takes.
     devices: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, engine: Engine, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        flight: Ring | None = None,
+    ) -> None:
         super().__init__(rank, size)
         self.engine = engine
         self.timeout = seconds_of(timeout)
-        self.flight = Ring()
+        self.flight = flight or Ring()
         self._process = os.getpid()
 
     def getBackendName(self) -> str:
@@ -256,7 +268,7 @@ class NativeGroup(ProcessGroup):
                 return self._aborted_error(place, here, detail)
             self.engine.report_failure(f"#{number} {here}")
             if kind == "mismatch":
-                text = self._mismatch_text(place, detail)
+                text = self._mismatch_text(place, _in_words(detail))
             else:
                 text = self._failure_text(kind, ranks, f"{here} ({place})", detail)
             self.engine.abort(kind, _with_ranks(ranks, text))
@@ -450,6 +462,12 @@ def _calls_text(calls: Mapping[str, str]) -> tuple[str, str, bool]:
     if len({*places.values()}) == 1:
         where = parts[who][3]
     return first, where, len({*briefly.values()}) > 1
+
+
+def _in_words(detail: str) -> str:
+    """The detail of a mismatch; in place of numbers that mean nothing to a person, what differs."""
+    differs = next((words for mark, words in _DIFFERENCES.items() if mark in detail), "")
+    return f"they differ in {differs}" if differs else detail
 
 
 def _waited(detail: str) -> str:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from types import CodeType
 from typing import Any, Final
 
@@ -40,6 +41,13 @@ from tilework.optional_core import core as _core
 _FIRST_SWEEP = 64
 
 
+@cache
+def _dtypes() -> dict[torch.dtype | None, int]:
+    """The core's numbers of dtypes; None: those that the core moves as bytes."""
+    names = {name: code for name, code in _core.DTYPES.items() if name != "bytes"}
+    return {None: _core.DTYPES["bytes"]} | {getattr(torch, n): code for n, code in names.items()}
+
+
 class ShmEngine:
     """The engine of the backend ``shm``: hands the addresses of tensors to the core's group."""
 
@@ -55,10 +63,7 @@ class ShmEngine:
         self._size = size
         self._kinds = _core.KINDS
         self._reduce_ops = _core.REDUCE_OPS
-        self._dtypes: dict[torch.dtype | None, int] = {
-            getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
-        }
-        self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
+        self._dtypes, self._bytes = _dtypes(), _core.DTYPES["bytes"]
         #: Completions, with the buffers that the core may use until then; by the identity of the
         #: buffers.
         self._in_flight: dict[int, list[Any]] = {}
@@ -293,14 +298,13 @@ class ShmGroup(NativeGroup):
     flight: CoreRing
 
     def __init__(self, engine: ShmEngine, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(engine, rank, size, timeout)
         this = weakref.ref(self)  # the core's objects must not keep the group alive
 
         def ranks() -> Sequence[int]:
             group = this()
             return () if group is None else group.global_ranks
 
-        self.flight = CoreRing(ranks)
+        super().__init__(engine, rank, size, timeout, CoreRing(ranks))
         self._make_fast_path()
 
     def _make_fast_path(self) -> None:
