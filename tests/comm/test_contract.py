@@ -12,11 +12,9 @@ import torch
 from tilework.comm.backends.torch.torch_engines import GlooGroup
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
-from tilework.testing.groups.aliases import AliasSuite
 from tilework.testing.groups.disagreement import MismatchSuite, TimeoutSuite
-from tilework.testing.groups.exchanges import AllToAllSuite
-from tilework.testing.groups.messages import MessageSuite
-from tilework.testing.groups.moves import BroadcastSuite, GatherSuite, ScatterSuite
+from tilework.testing.groups.messages import AliasSuite, MessageSuite
+from tilework.testing.groups.moves import AllToAllSuite, BroadcastSuite, GatherSuite, ScatterSuite
 from tilework.testing.groups.objects import ObjectSuite
 from tilework.testing.groups.reductions import AllReduceSuite, PrecisionSuite, ReduceSuite
 from tilework.testing.groups.subgroups import SubGroupSuite

@@ -13,15 +13,17 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
   containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: the ranks' states, the parts of each rank, the
   protocol;
-- ``safetensors_index``, ``published``, ``composing``, ``memory_for_meta``: published weights, in
-  the names and forms of a model that has no memory yet; ``publishing``: the way back;
+- ``safetensors_index``, ``published``, ``composing``: published weights, in the names and forms of
+  a model that has no memory yet; ``publishing``: the way back;
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``host_load``, ``loading``: the
   way back;
 - ``state_dict``: state dicts by names, whole or sharded, as in torch;
-- ``showing``, ``picture``, ``kept``, ``verifying``, ``formats``, ``command``: showing checkpoints,
+- ``showing``, ``picture``, ``verifying``, ``formats``, ``command``: showing checkpoints,
   and other formats;
 - ``format``, ``saved``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
+
+# ruff: noqa: F405
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -29,32 +31,7 @@ from typing import TYPE_CHECKING, Any
 from tilework.from_torch import refuse_left_out
 
 if TYPE_CHECKING:
-    from tilework.checkpoint.public import (
-        CheckpointError,
-        CheckpointManager,
-        ConvertOptions,
-        Difference,
-        FileReader,
-        FileWriter,
-        KeptCheckpoint,
-        LoadReport,
-        PendingSave,
-        PieceOf,
-        RandomState,
-        SaveOptions,
-        Stateful,
-        Storage,
-        async_save,
-        convert,
-        diff,
-        index_of,
-        load,
-        read,
-        save,
-        save_pretrained,
-        show,
-        verify,
-    )
+    from tilework.checkpoint.public import *  # noqa: F403
 
 __all__ = [
     "CheckpointError",

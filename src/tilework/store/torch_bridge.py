@@ -6,7 +6,7 @@ Not imported by :mod:`tilework.store` itself: stores work without torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -207,6 +207,10 @@ def connect_to_torch(host: str, port: int, timeout: timedelta) -> c10d.Store:
         raise DistNetworkError(str(error).splitlines()[0]) from error
 
 
+def _handed_on(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self._store, name)(*args, **kwargs)
+
+
 class _StoreForTorch(c10d.Store):
     """A tilework store for torch's C++ code, which calls these methods by name."""
 
@@ -217,44 +221,14 @@ class _StoreForTorch(c10d.Store):
     def set(self, key: str, value: Data) -> None:
         self._store.set(key, _bytes(value))
 
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
         return self._store.compare_set(key, _bytes(expected), _bytes(desired))
 
     def append(self, key: str, value: Data) -> None:
         self._store.append(key, _bytes(value))
 
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
-
-    def list_keys(self) -> list[str]:
-        return self._store.list_keys()
-
     def queue_push(self, key: str, value: Data) -> None:
         self._store.queue_push(key, _bytes(value))
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._store.queue_pop(key, block)
-
-    def queue_len(self, key: str) -> int:
-        return self._store.queue_len(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._store.multi_get(keys)
 
     def multi_set(self, keys: list[str], values: list[Data]) -> None:
         self._store.multi_set(keys, [_bytes(value) for value in values])
@@ -266,15 +240,17 @@ class _StoreForTorch(c10d.Store):
     def timeout(self) -> timedelta:
         return self._store.timeout
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
     def clone(self) -> c10d.Store:
         return self
 
+    for _same in (
+        *(Store.get, Store.multi_get, Store.add, Store.check, Store.wait, Store.set_timeout),
+        *(Store.delete_key, Store.num_keys, Store.list_keys, Store.queue_pop, Store.queue_len),
+    ):
+        vars()[_same.__name__] = _handed_on(_same.__name__)
     # Python callers use the names above, C++ these.
-    deleteKey = delete_key
-    getNumKeys = num_keys
+    deleteKey = _handed_on("delete_key")
+    getNumKeys = _handed_on("num_keys")
 
 
 def _bytes(value: Any) -> bytes:

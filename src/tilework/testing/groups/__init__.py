@@ -15,7 +15,6 @@ shortens ``world_sizes``.
 
 from __future__ import annotations
 
-from tilework.testing.groups.aliases import AliasSuite
 from tilework.testing.groups.base import GroupSuite
 from tilework.testing.groups.disagreement import (
     MismatchSuite,
@@ -23,15 +22,13 @@ from tilework.testing.groups.disagreement import (
     ProvenanceSuite,
     TimeoutSuite,
 )
-from tilework.testing.groups.exchanges import AllToAllSuite
-from tilework.testing.groups.messages import MessageSuite
-from tilework.testing.groups.methods import MethodSuite
-from tilework.testing.groups.moves import BroadcastSuite, GatherSuite, ScatterSuite
+from tilework.testing.groups.messages import AliasSuite, MessageSuite
+from tilework.testing.groups.moves import AllToAllSuite, BroadcastSuite, GatherSuite, ScatterSuite
 from tilework.testing.groups.objects import ObjectSuite
 from tilework.testing.groups.reductions import AllReduceSuite, PrecisionSuite, ReduceSuite
 from tilework.testing.groups.subgroups import SubGroupSuite
 from tilework.testing.groups.values import DTYPES, Case, assert_same
-from tilework.testing.groups.works import WorkSuite
+from tilework.testing.groups.works import MethodSuite, WorkSuite
 
 
 class ProcessGroupContract(
