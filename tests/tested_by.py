@@ -21,7 +21,7 @@ _ROWS = (
     ("capture", "*", "program/test_skeleton test_program"),
     ("checkpoint", "formats/*", "formats"),
     ("checkpoint", "composing safetensors_*", "test_published test_publishing"),
-    ("checkpoint", "picture verifying", "test_manager test_command"),
+    ("checkpoint", "verifying", "test_manager test_command"),
     ("checkpoint", "loading", "test_api test_host_load test_saving_faults"),
     ("checkpoint", "ranks tensor_bytes", "test_api test_asynchronous"),
     ("checkpoint", "*", "test_api test_any_state test_stateful_objects"),

@@ -19,7 +19,7 @@ from torch import nn
 from tests.checkpoint.states import dtensor, full, in_rows, model, numbers, train, zeros_like
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, RandomState, SaveOptions
-from tilework.checkpoint.dtypes import DTYPES
+from tilework.checkpoint.tensor_bytes import DTYPES
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.layout import Placement
 from tilework.testing import run_ranks

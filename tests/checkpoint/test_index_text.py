@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from tests.checkpoint.states import numbers
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError
-from tilework.checkpoint.format import Index
+from tilework.checkpoint.format import Index, Part, SavedFile, SavedTensor
 from tilework.checkpoint.index_text import index_text, parse_index
-from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.layout.box import whole_box
 
 

@@ -7,10 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilework.checkpoint.format import chunk_count
+from tilework.checkpoint.format import Part, SavedTensor, chunk_count
 from tilework.checkpoint.load_planning import Wanted, blocks_of, plan_load, span
 from tilework.checkpoint.save_planning import cut_box
-from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.layout import Box, Shard, check_boxes, mesh_tiling
 from tilework.layout.box import whole_box
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.load_planning import Need, Wanted
 from tilework.checkpoint.reading import Targets
-from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.tensor_bytes import runs_of
 from tilework.layout import Box
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tilework import rpc
 from tilework.rpc.agent import Agent
-from tilework.rpc.agent_protocol import current_agent
+from tilework.rpc.rref import current_agent
 from tilework.testing import run_ranks
 from tilework.testing.ranks import Kind
 

@@ -19,7 +19,7 @@ from tests.limits import PROMPTLY
 from tests.rpc.joined_ranks import fork_and_wait, identity, my_name, nothing, until
 from tilework import rpc
 from tilework.errors import PeerLostError, RpcTimeoutError
-from tilework.rpc.agent_protocol import current_agent
+from tilework.rpc.rref import current_agent
 
 
 def join_by_file(rank: int, n: int, folder: Path) -> None:

@@ -19,7 +19,7 @@ from tests.rpc.joined_ranks import Gate, identity, join, only, relay, together, 
 from tilework import rpc
 from tilework.errors import RpcTimeoutError
 from tilework.rpc import RRef, WorkerInfo
-from tilework.rpc.agent_protocol import current_agent
+from tilework.rpc.rref import current_agent
 from tilework.testing import run_ranks
 from tilework.testing.ranks import Kind
 

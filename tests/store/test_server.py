@@ -311,7 +311,7 @@ def _end_children_of(name: str, with_child: bool) -> None:
 
 
 def test_a_stopped_server_times_out_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilework.store.answer_limit.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("tilework.store.checks.GRACE_SECONDS", 0.2)
     with process(SERVE, "tcp") as server:
         port = int(server.line().split(":")[1])
         with TCPStore("127.0.0.1", port, timeout=SHORT) as store:

@@ -18,9 +18,9 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``host_load``, ``loading``: the
   way back;
 - ``state_dict``: state dicts by names, whole or sharded, as in torch;
-- ``showing``, ``picture``, ``verifying``, ``formats``, ``command``: showing checkpoints,
+- ``showing``, ``verifying``, ``formats``, ``command``: showing checkpoints,
   and other formats;
-- ``format``, ``saved``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
+- ``format``, ``index_text``: the index; ``storage``, ``url_storage``: files.
 """
 
 # ruff: noqa: F405

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tilework.checkpoint.format import chunk_count
-from tilework.checkpoint.saved import Part, SavedTensor
+from tilework.checkpoint.format import Part, SavedTensor, chunk_count
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 

@@ -13,13 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.dtypes import dtype_name
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.format import Path
 from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.stateful_objects import is_lazy
-from tilework.checkpoint.tensor_bytes import full_crc32
+from tilework.checkpoint.tensor_bytes import dtype_name, full_crc32
 from tilework.checkpoint.values import KIND
 from tilework.comm.per_call.internal import has_memory
 from tilework.dtensor import DTensor

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name, piece
-from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import flatten, is_numpy_array, numpy_as_tensor, rebuild
-from tilework.checkpoint.format import Index, Path
+from tilework.checkpoint.format import Index, Path, SavedTensor
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.stateful_objects import Containers, Places, has_state, is_lazy, unwrapped
+from tilework.checkpoint.tensor_bytes import DTYPES
 from tilework.checkpoint.values import decode_value, is_plain_sequence
 from tilework.comm.per_call.internal import awaited, has_memory
 from tilework.dtensor import DTensor

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.filling import Filling, Finish
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
 from tilework.checkpoint.flattening import rebuild
-from tilework.checkpoint.format import Path
-from tilework.checkpoint.saved import SavedTensor
+from tilework.checkpoint.format import Path, SavedTensor
 from tilework.checkpoint.stateful_objects import (
     Place,
     is_split,
@@ -24,6 +22,7 @@ from tilework.checkpoint.stateful_objects import (
     parameters_of,
     possible_names,
 )
+from tilework.checkpoint.tensor_bytes import DTYPES
 from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of, wrap

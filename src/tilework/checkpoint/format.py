@@ -5,13 +5,208 @@ See docs/format.md. ``index_text`` writes an index as JSON, and reads and checks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilework.checkpoint.picture import checkpoint_parts, summary
-from tilework.checkpoint.saved import SavedFile, SavedTensor
-from tilework.show import Page
+from tilework.layout import Box
+from tilework.show import Page, Picture, Styled, TextTable, bytes_text, colour, count_text
+
+#: The bytes of an element, by the index's name of the dtype: the name is safetensors', where it has
+#: one.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+    "C128": 16,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+}
+#: The substitutes in files for dtypes that not every reader of safetensors knows: another dtype,
+#: and how many elements of it stand for one element.
+_STORED = {
+    "C64": ("F32", 2),
+    "C128": ("F64", 2),
+    "F8_E4M3FNUZ": ("U8", 1),
+    "F8_E5M2FNUZ": ("U8", 1),
+}
+
+
+def stored(dtype: str, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and the sizes that a safetensors file has for elements of the index's dtype.
+
+    Example:
+        >>> stored("C64", (3,)), stored("F16", (3,))
+        (('F32', (3, 2)), ('F16', (3,)))
+    """
+    name, count = _STORED.get(dtype, (dtype, 1))
+    return name, (*sizes, count) if count > 1 else tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor whose elements lie in row-major order in one file.
+
+    Args:
+        box: The region of the tensor.
+        file: The file's name.
+        offset: The position of the first byte in the file.
+        nbytes: The number of bytes of the elements.
+        crc32: The CRC-32 of each chunk of the elements.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    crc32: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint.
+
+    Args:
+        name: The name, unique in the checkpoint.
+        dtype: The index's name of the dtype.
+        shape: The global shape.
+        parts: Parts that cover the shape, each element once.
+        layout: The sharding at the time of saving, for people; empty without sharding.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    layout: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        """The number of bytes of an element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file of a checkpoint.
+
+    Args:
+        nbytes: The length of the file.
+        header_crc32: The CRC-32 of the bytes before the first element.
+    """
+
+    nbytes: int
+    header_crc32: int
+
+
+#: The maximum of tensors and of layouts to show without names.
+LISTED, DRAWN = 200, 4
+_RANK = re.compile(r"-rank0*([0-9]+)-")
+
+
+def summary(tensors: Iterable[SavedTensor], files: int, ranks: int) -> str:
+    """The tensors, bytes, files and ranks of a checkpoint in a line.
+
+    Example:
+        >>> summary([], 0, 1)
+        '0 tensors, 0 B in 0 files, saved by 1 rank'
+    """
+    tensors = list(tensors)
+    size = bytes_text(bytes_of(tensors))
+    return (
+        f"{count_text(len(tensors), 'tensor')}, {size} in {count_text(files, 'file')}, "
+        f"saved by {count_text(ranks, 'rank')}"
+    )
+
+
+def bytes_of(tensors: Iterable[SavedTensor]) -> int:
+    """The number of bytes of tensors; bytes that tied tensors share count once."""
+    parts = {(p.file, p.offset): p.nbytes for t in tensors for p in t.parts}
+    return sum(parts.values())
+
+
+def checkpoint_parts(
+    headline: str,
+    meta: Mapping[str, Any],
+    tensors: Sequence[SavedTensor],
+    most_listed: int = LISTED,
+    most_drawn: int = DRAWN,
+) -> Iterator[str | Styled | Picture | TextTable]:
+    """The headline, the program's additions, a row for each tensor, and pictures of layouts."""
+    yield headline, "bold"
+    if meta:
+        yield f"meta: {dict(meta)}"
+    yield ""
+    titles = ("tensor", "dtype", "shape", "bytes", "parts", "checksum")
+    rows = [
+        (t.name, t.dtype, str([*t.shape]), bytes_text(t.nbytes), str(len(t.parts)), checksum(t))
+        for t in tensors[:most_listed]
+    ]
+    yield TextTable(titles, rows, {3, 4})
+    if len(tensors) > most_listed:
+        yield f"… and {len(tensors) - most_listed:,} more: name them to see them"
+    yield from _pictures(tensors, most_drawn)
+
+
+def checksum(tensor: SavedTensor) -> str:
+    """The CRC-32 of a tensor's checksums: equal for the same elements in the same parts.
+
+    ``"none"`` if the tensor has no checksums, as in published weights.
+    """
+    if not any(any(part.crc32) for part in tensor.parts):
+        return "none"
+    sums = b"".join(crc.to_bytes(4, "little") for part in tensor.parts for crc in part.crc32)
+    return f"{zlib.crc32(sums):08x}"
+
+
+def _pictures(tensors: Sequence[SavedTensor], most: int) -> Iterator[str | Styled | Picture]:
+    """At most ``most`` pictures of cuts into parts, shared by tensors of equal parts."""
+    layouts: dict[tuple[object, ...], list[SavedTensor]] = {}
+    for tensor in tensors:
+        if len(tensor.parts) > 1 and tensor.shape:
+            key = (tensor.shape, tuple(part.box for part in tensor.parts), tensor.layout)
+            layouts.setdefault(key, []).append(tensor)
+    for alike in list(layouts.values())[:most]:
+        first = alike[0]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        writers = [_writer(part.file) for part in first.parts]
+        yield ""
+        yield f"{first.name}{more}: {list(first.shape)}", "bold"
+        if first.layout:
+            yield first.layout
+        labels = [[f"rank {writer}", writer] for writer in writers]
+        colours = [colour(int(writer) if writer.isdecimal() else 0) for writer in writers]
+        yield Picture(first.shape, [part.box for part in first.parts], labels, colours)
+    if len(layouts) > most:
+        yield ""
+        yield f"… and {len(layouts) - most} more layouts: name tensors to see theirs"
+
+
+def _writer(file: str) -> str:
+    match = _RANK.search(file)
+    return match[1] if match else "?"
+
 
 #: The name of the index file: a folder with an index is a checkpoint.
 INDEX_NAME = "index.json"

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.format import chunk_count
 from tilework.checkpoint.load_planning import (
     LoadPlan,
@@ -23,7 +22,7 @@ from tilework.checkpoint.load_planning import (
     is_for_all,
 )
 from tilework.checkpoint.reading import PartReader, Targets, copy_region
-from tilework.checkpoint.tensor_bytes import byte_view, crc32
+from tilework.checkpoint.tensor_bytes import DTYPES, byte_view, crc32
 from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.operations.internal import all_gather_into_tensor, all_reduce, all_to_all_single
 from tilework.layout import Box

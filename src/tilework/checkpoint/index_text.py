@@ -14,14 +14,17 @@ from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, stat
 from tilework.checkpoint.format import (
     FORMAT_NAME,
     INDEX_NAME,
+    ITEM_BYTES,
     MOST_DEPTH,
     PREVIOUS_NAME,
     VERSION,
     Index,
+    Part,
+    SavedFile,
+    SavedTensor,
     chunk_count,
 )
 from tilework.checkpoint.no_collections import no_collections
-from tilework.checkpoint.saved import ITEM_BYTES, Part, SavedFile, SavedTensor
 from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.checkpoint.values import decode_value
 from tilework.errors import CheckpointError

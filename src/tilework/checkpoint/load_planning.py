@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.no_collections import no_collections
-from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.comm.operations.internal import blocks
 from tilework.layout import Box
 from tilework.layout.internal import BoxIndex, trusted_box

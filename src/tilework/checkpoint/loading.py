@@ -14,12 +14,11 @@ from torch.autograd.graph import increment_version
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.describing import tiles_of
-from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.filling import Filling, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import rebuild
-from tilework.checkpoint.format import Path
+from tilework.checkpoint.format import Path, SavedTensor
 from tilework.checkpoint.host_load import (
     HostLoad,
     WayOfReading,
@@ -35,9 +34,9 @@ from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import open_index
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader, Targets
-from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.stateful_objects import modules_of, places_of_parameters
 from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.tensor_bytes import DTYPES
 from tilework.checkpoint.values import decode_value
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of

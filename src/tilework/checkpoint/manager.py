@@ -14,10 +14,9 @@ from typing import Any
 from tilework.checkpoint.api import Names, async_save, load, save
 from tilework.checkpoint.asynchronous import finish_pending
 from tilework.checkpoint.composing import MapNames
-from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME, Index
+from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME, Index, bytes_of
 from tilework.checkpoint.index_text import is_checkpoint, is_ours, read_index
 from tilework.checkpoint.loading import LoadReport
-from tilework.checkpoint.picture import bytes_of
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, nothing
 from tilework.checkpoint.storage import LOCK_NAME, Storage

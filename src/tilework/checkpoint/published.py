@@ -17,10 +17,9 @@ from torch import nn
 
 from tilework.checkpoint.composing import PieceOf, joined, piece, stacked, unstacked
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
-from tilework.checkpoint.format import Index
+from tilework.checkpoint.format import Index, SavedTensor
 from tilework.checkpoint.index_text import is_checkpoint, read_index
 from tilework.checkpoint.safetensors_index import is_published, published_index, with_links
-from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.stateful_objects import modules_of
 from tilework.checkpoint.storage import Storage
 from tilework.errors import CheckpointError

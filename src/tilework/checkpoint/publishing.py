@@ -22,8 +22,8 @@ from tilework.checkpoint import storage as files
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name, piece, runs
 from tilework.checkpoint.describing import local_view
-from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import PerRank, dotted
+from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.index_text import is_checkpoint
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import converted
@@ -43,11 +43,10 @@ from tilework.checkpoint.save_planning import (
     check_file_bytes,
     cut_box,
 )
-from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.saving import Save, SaveOptions, prepare_save
 from tilework.checkpoint.stateful_objects import unwrapped
 from tilework.checkpoint.storage import UNFINISHED, LocalStorage
-from tilework.checkpoint.tensor_bytes import byte_view
+from tilework.checkpoint.tensor_bytes import DTYPES, byte_view, dtype_name
 from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError

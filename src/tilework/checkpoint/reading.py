@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.format import Index, chunk_count
+from tilework.checkpoint.format import Index, Part, SavedTensor, chunk_count
 from tilework.checkpoint.load_planning import Need, Wanted, blocks_of, span
-from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.storage import FileReader, Storage
 from tilework.checkpoint.tensor_bytes import (
+    DTYPES,
     Runs,
     address_of,
     byte_view,

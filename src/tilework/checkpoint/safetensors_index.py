@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tilework.checkpoint.composing import UNCHECKED_BYTES
-from tilework.checkpoint.format import INDEX_NAME, Index, chunk_count
+from tilework.checkpoint.format import (
+    INDEX_NAME,
+    ITEM_BYTES,
+    Index,
+    Part,
+    SavedFile,
+    SavedTensor,
+    chunk_count,
+    stored,
+)
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, is_ours, number_list
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
-from tilework.checkpoint.saved import ITEM_BYTES, Part, SavedFile, SavedTensor, stored
 from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url
 from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError

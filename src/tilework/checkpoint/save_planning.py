@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilework.checkpoint.format import ITEM_BYTES, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
-from tilework.checkpoint.saved import ITEM_BYTES, stored
 from tilework.layout import Box
 
 #: The default maximum of bytes of a file, and therefore of a part.

@@ -25,7 +25,7 @@ from tilework.checkpoint.describing import (
 )
 from tilework.checkpoint.flat_state import FlatState, state_json
 from tilework.checkpoint.flattening import flatten
-from tilework.checkpoint.format import CHUNK_BYTES, Index
+from tilework.checkpoint.format import CHUNK_BYTES, Index, Part, SavedFile, SavedTensor
 from tilework.checkpoint.index_text import (
     DATA_FILE,
     check_meta,
@@ -43,7 +43,6 @@ from tilework.checkpoint.save_planning import (
     check_file_bytes,
     plan_files,
 )
-from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.checkpoint.stateful_objects import Containers
 from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.checkpoint.tensor_bytes import byte_view, crc32, pieces_in_order

@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from tilework.checkpoint.flat_state import FlatState, FlatValue, PerRank, dotted
-from tilework.checkpoint.format import INDEX_NAME
+from tilework.checkpoint.format import DRAWN, INDEX_NAME, LISTED, checkpoint_parts
 from tilework.checkpoint.index_text import read_index, saved_state
 from tilework.checkpoint.manager import KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.picture import DRAWN, LISTED, checkpoint_parts
 from tilework.checkpoint.safetensors_index import safetensors_index
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors

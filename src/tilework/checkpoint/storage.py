@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from urllib.request import url2pathname
 
 from tilework.checkpoint.format import INDEX_NAME
@@ -128,12 +127,7 @@ class FileWriter(ABC):
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 

@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
-from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
-from tilework.checkpoint.format import Index
+from tilework.checkpoint.format import Index, Part, SavedTensor, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys, read_index, saved_state
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
 from tilework.checkpoint.save_planning import cut_box
-from tilework.checkpoint.saved import Part, SavedTensor, stored
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
-from tilework.checkpoint.tensor_bytes import crc32
+from tilework.checkpoint.tensor_bytes import DTYPES, crc32
 from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError
 from tilework.layout.internal import whole_box

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from tilework.optional_core import core as _core
@@ -137,12 +136,7 @@ class carrying:
     def __enter__(self) -> None:
         self.before = enter(self.digest, self.operator, self.tensor)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         leave(self.before)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from tilework.comm.launching import REJOIN_VARIABLE, InitGeneration, TicketStore
 from tilework.errors import DistError
@@ -128,12 +127,7 @@ class Job:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the job."""
         self.close()
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, Final, TypeVar, cast
 
 from tilework.errors import RankFailedError
@@ -118,12 +117,7 @@ class RankPool:
         """The object itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the pool."""
         self.close()
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Final
 
 from tilework.launch.rank import HANDLED_SIGNALS
@@ -94,12 +94,7 @@ class SignalInbox:
         self._before = _install(dict.fromkeys(HANDLED_SIGNALS, _nothing))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore the former handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():

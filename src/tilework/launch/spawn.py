@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, cast, overload
 
 from tilework.cores import threads_per_rank
@@ -88,12 +87,7 @@ class RunningRanks:
         """The object itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the ranks."""
         self.close()
 

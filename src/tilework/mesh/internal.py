@@ -1,4 +1,3 @@
 """Names that the other packages of tilework use, besides the public names."""
 
-from tilework.mesh.device_mesh import find_or_make, mesh_or_current
-from tilework.mesh.same_mesh import check_device_is_there
+from tilework.mesh.device_mesh import check_device_is_there, find_or_make, mesh_or_current

@@ -16,7 +16,6 @@ from typing import Any, Final
 from tilework.comm.per_call.internal import Site, run_soon, user_frame
 from tilework.errors import DistError, RpcTimeoutError
 from tilework.memory_files import MemoryFile
-from tilework.rpc.agent_protocol import current_agent
 from tilework.rpc.calls import (
     BlockingCall,
     Calls,
@@ -31,7 +30,7 @@ from tilework.rpc.futures import Gatherings, Key, Later, RpcFuture
 from tilework.rpc.message import NO_FILE, MessageKind, Ref, RpcMessage, decode, encode
 from tilework.rpc.payload import Received, RemoteFailure, Sender
 from tilework.rpc.references import Owned
-from tilework.rpc.rref import RRef, fill
+from tilework.rpc.rref import RRef, current_agent, fill
 from tilework.rpc.shared_buffers import MappedBuffers, SharedBufferPool
 from tilework.rpc.transport import Transport
 from tilework.rpc.workers import Directory, Timeout, To, timeout_seconds

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilework.rpc.agent_protocol import current_agent, current_state
 from tilework.rpc.bootstrap import find_store, join
-from tilework.rpc.rref import RRef
+from tilework.rpc.rref import RRef, current_agent, current_state
 from tilework.rpc.workers import UNSET_RPC_TIMEOUT, RpcBackendOptions, Timeout, To, WorkerInfo
 
 T = TypeVar("T")

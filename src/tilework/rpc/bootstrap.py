@@ -22,7 +22,7 @@ from tilework.errors import (
 from tilework.memory_files import MemoryFile
 from tilework.rendezvous import rendezvous
 from tilework.rpc.agent import Agent
-from tilework.rpc.agent_protocol import RpcState
+from tilework.rpc.rref import RpcState
 from tilework.rpc.shared_buffers import SharedBufferPool
 from tilework.rpc.transport import Transport, agree_on_keys
 from tilework.rpc.workers import Directory, RpcBackendOptions, check_name

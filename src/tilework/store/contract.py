@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Final, TypeVar
 
 from tilework.store import checks
@@ -214,12 +213,7 @@ class Store(ABC):
     def __enter__(self: AnyStore) -> AnyStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wait_seconds(self, timeout: timedelta | None) -> float:

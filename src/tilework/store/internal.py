@@ -1,9 +1,8 @@
 """Names that the other packages of tilework use, besides the public names."""
 
 from tilework.store.address import TcpAddress
-from tilework.store.answer_limit import answers_within, left_seconds
 from tilework.store.arrivals import Arrivals
 from tilework.store.barrier import Barrier, meet
-from tilework.store.checks import MAX_INTEGER, first_few, positive
+from tilework.store.checks import MAX_INTEGER, answers_within, first_few, left_seconds, positive
 from tilework.store.late_notice import LateNotice, ranks_in_words
 from tilework.store.pool import while_connecting

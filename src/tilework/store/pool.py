@@ -18,8 +18,7 @@ from tilework.forks import watch_forks
 from tilework.framed import GarbageError
 from tilework.store import checks, wire
 from tilework.store.address import Address
-from tilework.store.answer_limit import answer_seconds
-from tilework.store.checks import Deadline
+from tilework.store.checks import Deadline, answer_seconds
 from tilework.store.late_notice import KeyWait, LateNotice
 from tilework.store.wire import Code, WireMessage
 

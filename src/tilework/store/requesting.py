@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from tilework.store import checks, wire
-from tilework.store.answer_limit import left_seconds
-from tilework.store.checks import Deadline
+from tilework.store.checks import Deadline, left_seconds
 from tilework.store.contract import Data, Store
 from tilework.store.late_notice import KeyWait
 from tilework.store.wire import Code, WireMessage

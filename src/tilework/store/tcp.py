@@ -12,8 +12,8 @@ from tilework.errors import DistError, StoreTimeoutError
 from tilework.forks import watch_forks
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
-from tilework.store.answer_limit import answers_within
 from tilework.store.arrivals import Arrivals
+from tilework.store.checks import answers_within
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
 from tilework.store.late_notice import KeyWait

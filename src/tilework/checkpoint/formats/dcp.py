@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.describing import check_dense
-from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
 from tilework.checkpoint.flattening import flatten
 from tilework.checkpoint.format import Path as StatePath
@@ -30,6 +29,7 @@ from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.no_collections import no_collections
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.storage import LocalStorage
+from tilework.checkpoint.tensor_bytes import DTYPES, dtype_name
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
 from tilework.layout.internal import whole_box

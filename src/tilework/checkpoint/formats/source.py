@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.reading import PartReader, read_region
@@ -26,7 +25,7 @@ from tilework.checkpoint.safetensors_index import (
 )
 from tilework.checkpoint.save_planning import TensorToSave, cut_box
 from tilework.checkpoint.storage import UNFINISHED, Storage
-from tilework.checkpoint.tensor_bytes import byte_view, pieces_in_order
+from tilework.checkpoint.tensor_bytes import DTYPES, byte_view, pieces_in_order
 from tilework.checkpoint.url_storage import AnyPath
 from tilework.layout import Box
 from tilework.layout.internal import whole_box

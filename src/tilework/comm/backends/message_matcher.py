@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import FaultArgs
-from tilework.comm.backends.labels import ANY
+from tilework.comm.backends.operation_header import ANY
 
 #: As the source of a receive: whichever rank sends first.
 ANY_SOURCE = -1

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from tilework.comm import provenance_digest
 from tilework.comm.backends.engine_protocol import Engine
-from tilework.comm.backends.labels import (
-    call_label,
-    message_label,
-    same_shapes,
-    shape_label,
-)
 from tilework.comm.backends.native_work import (
     Effects,
     EngineWork,
     MessageWork,
     awaited_message,
+)
+from tilework.comm.backends.operation_header import (
+    call_label,
+    message_label,
+    same_shapes,
+    shape_label,
 )
 from tilework.comm.backends.shm.memory_hold import (
     at_held_address,

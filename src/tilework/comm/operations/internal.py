@@ -2,7 +2,6 @@
 
 from tilework.comm.agreement import Facts, agree, agree_equal, check_equal
 from tilework.comm.flight.spans import span
-from tilework.comm.operations.breakpoints import breakpoint
 from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager, uncoalesced
 from tilework.comm.operations.collectives import *  # noqa: F403
 from tilework.comm.operations.collectives import __all__ as __all__
@@ -19,7 +18,7 @@ from tilework.comm.operations.objects import (
     scatter_object_list,
     send_object_list,
 )
-from tilework.comm.operations.on_rank import assert_same, on_rank
+from tilework.comm.operations.on_rank import assert_same, breakpoint, on_rank
 from tilework.comm.operations.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from tilework.comm.reduce_op import identity_element
 from tilework.comm.transfer.large_buffers import LARGE_BYTES, empty_tensor

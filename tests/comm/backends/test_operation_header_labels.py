@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from tilework.comm.backends.labels import ANY, call_label, labels_agree, message_label
+from tilework.comm.backends.operation_header import ANY, call_label, labels_agree, message_label
 
 
 def test_labels_tell_dtypes_that_look_alike_apart() -> None:

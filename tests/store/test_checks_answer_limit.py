@@ -10,7 +10,7 @@ import tilework.distributed as dist
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.errors import StoreTimeoutError
 from tilework.store import TCPStore
-from tilework.store.answer_limit import (
+from tilework.store.checks import (
     GRACE_SECONDS,
     answer_seconds,
     answers_within,
