@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -30,10 +30,10 @@ from tilework.rpc.futures import Gatherings, Key, Later, RpcFuture
 from tilework.rpc.message import NO_FILE, MessageKind, Ref, RpcMessage, decode, encode
 from tilework.rpc.payload import Received, RemoteFailure, Sender
 from tilework.rpc.references import Owned
-from tilework.rpc.rref import RRef, current_agent, fill
+from tilework.rpc.rref import Request, RRef, current_agent, fill
 from tilework.rpc.shared_buffers import MappedBuffers, SharedBufferPool
 from tilework.rpc.transport import Transport
-from tilework.rpc.workers import Directory, Timeout, To, timeout_seconds
+from tilework.rpc.workers import Directory, Timeout, timeout_seconds
 
 
 class ThreadPool:
@@ -152,17 +152,10 @@ class Agent:
 
     # -- calling ---------------------------------------------------------------------------
 
-    def call(
-        self,
-        to: To,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: Timeout,
-    ) -> Any:
-        """Call ``fn`` on worker ``to``, and return the result. Blocks."""
-        call = BlockingCall(**self._about(to, fn, timeout))
-        return self._wait(call, self._issue(call, (fn, tuple(args), dict(kwargs))))
+    def call(self, request: Request) -> Any:
+        """Call a function on another rank, and return the result. Blocks."""
+        call = BlockingCall(**self._about(request))
+        return self._wait(call, self._issue(call, _job(request)))
 
     def _wait(self, call: BlockingCall, number: int) -> Any:
         try:
@@ -172,32 +165,18 @@ class Agent:
                 self._calls.ended(call)
             raise
 
-    def call_async(
-        self,
-        to: To,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: Timeout,
-    ) -> RpcFuture[Any]:
-        """Call ``fn`` on worker ``to``, and return a future of the result at once."""
-        call = FutureCall(**self._about(to, fn, timeout))
-        self._issue(call, (fn, tuple(args), dict(kwargs)))
+    def call_async(self, request: Request) -> RpcFuture[Any]:
+        """Call a function on another rank, and return a future of the result at once."""
+        call = FutureCall(**self._about(request))
+        self._issue(call, _job(request))
         return call.future
 
-    def remote(
-        self,
-        to: To,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: Timeout,
-    ) -> RRef[Any]:
-        """Call ``fn`` on worker ``to``, which keeps the result; return an RRef to it at once."""
-        about = self._about(to, fn, timeout)
+    def remote(self, request: Request) -> RRef[Any]:
+        """Call a function on a rank that keeps the result; return an RRef to it at once."""
+        about = self._about(request)
         entry, ref = self.references.create(about["to"].id)
         rref = RRef.of(self, entry)
-        job: tuple[Any, ...] = (fill, (rref, fn, tuple(args), dict(kwargs)), {})
+        job: tuple[Any, ...] = (fill, (rref, *_job(request)), {})
         self._issue(CreatingCall(**about, entry=entry), job, ref)
         return rref
 
@@ -207,21 +186,22 @@ class Agent:
         Collective over ``ranks``, with the same ``purpose``; blocks.
         """
         # RPC's own purposes are not work of the program.
-        call = BlockingCall(**self._about(ranks[0], _arrive, timeout), inner=True)
+        call = BlockingCall(**self._about(Request(ranks[0], _arrive, (), {}, timeout)), inner=True)
         with self.gatherings.joining(purpose, ranks) as key:
             number = self._issue(call, (_arrive, (key, self.rank, obj), {}))
         return self._wait(call, number)
 
-    def _about(self, to: To, fn: Callable[..., Any], timeout: Timeout) -> dict[str, Any]:
+    def _about(self, request: Request) -> dict[str, Any]:
+        fn = request.fn
         if not callable(fn):
             raise TypeError(f"a function to call on another rank must be callable, got {fn!r}")
         frame = user_frame(sys._getframe(2))
         site: Site | None = (frame.f_code, frame.f_lasti) if frame is not None else None
         return {
-            "to": self.workers.find(to),
+            "to": self.workers.find(request.to),
             "what": getattr(fn, "__qualname__", None) or repr(fn),
             "site": site,
-            "timeout": timeout_seconds(timeout, self.rpc_timeout),
+            "timeout": timeout_seconds(request.timeout, self.rpc_timeout),
         }
 
     def _issue(self, call: RemoteCall, job: tuple[Any, ...], new: Ref | None = None) -> int:
@@ -446,6 +426,10 @@ class Agent:
         self._transport.close(linger_seconds)
         self._shared_buffers.close()
         self.references.close()
+
+
+def _job(request: Request) -> tuple[Any, ...]:
+    return request.fn, tuple(request.args), dict(request.kwargs)
 
 
 def _arrive(key: Key, rank: int, obj: Any) -> Later:

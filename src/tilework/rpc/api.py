@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from tilework.rpc.bootstrap import find_store, join
-from tilework.rpc.rref import RRef, current_agent, current_state
+from tilework.rpc.rref import Request, RRef, current_agent, current_state
 from tilework.rpc.workers import UNSET_RPC_TIMEOUT, RpcBackendOptions, Timeout, To, WorkerInfo
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def rpc_sync(
     Example:
         See :func:`init_rpc`.
     """
-    result: T = current_agent().call(to, func, args or (), kwargs or {}, timeout)
+    result: T = current_agent().call(Request(to, func, args or (), kwargs or {}, timeout))
     return result
 
 
@@ -165,7 +165,7 @@ def rpc_async(
         >>> run_ranks(2, program)
         [[0, 1], [1, 2]]
     """
-    return current_agent().call_async(to, func, args or (), kwargs or {}, timeout)
+    return current_agent().call_async(Request(to, func, args or (), kwargs or {}, timeout))
 
 
 def remote(
@@ -183,7 +183,7 @@ def remote(
     Example:
         See :class:`RRef`.
     """
-    rref: RRef[T] = current_agent().remote(to, func, args or (), kwargs or {}, timeout)
+    rref: RRef[T] = current_agent().remote(Request(to, func, args or (), kwargs or {}, timeout))
     return rref
 
 

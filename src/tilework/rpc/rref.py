@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tilework.comm.world import current_world
 from tilework.rpc.functions import is_async
@@ -11,6 +11,16 @@ from tilework.rpc.futures import Gatherings, Later, RpcFuture
 from tilework.rpc.references import Entry, Owned, References
 from tilework.rpc.workers import UNSET_RPC_TIMEOUT, Directory, Timeout, To, WorkerInfo
 from tilework.store import Store
+
+
+class Request(NamedTuple):
+    """A call of ``fn`` on worker ``to``."""
+
+    to: To
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    timeout: Timeout
 
 
 class AgentProtocol(Protocol):
@@ -22,33 +32,12 @@ class AgentProtocol(Protocol):
     references: References
     gatherings: Gatherings
 
-    def call(
-        self,
-        to: To,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: Timeout,
-    ) -> Any: ...
+    def call(self, request: Request) -> Any: ...
 
-    def call_async(
-        self,
-        to: To,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: Timeout,
-    ) -> RpcFuture[Any]: ...
+    def call_async(self, request: Request) -> RpcFuture[Any]: ...
 
-    def remote(
-        self,
-        to: To,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: Timeout,
-    ) -> Any:
-        """Call ``fn`` on worker ``to``, which keeps the result; return an RRef to it at once."""
+    def remote(self, request: Request) -> Any:
+        """Call a function on a worker that keeps the result; return an RRef to it at once."""
         ...
 
     def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any: ...
@@ -175,7 +164,7 @@ class RRef(Generic[T]):
             return self.local_value()
         if self._entry.error is not None:
             raise self._entry.error
-        value: T = self._agent.call(self._entry.owner, _fetch, (self,), {}, timeout)
+        value: T = self._agent.call(Request(self._entry.owner, _fetch, (self,), {}, timeout))
         return value
 
     def local_value(self) -> T:
@@ -230,7 +219,8 @@ class _Methods:
         rref, call, timeout = self._rref, self._call, self._timeout
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return call(rref._entry.owner, _call_method, (rref, name, args, kwargs), {}, timeout)
+            told = (rref, name, args, kwargs)
+            return call(Request(rref._entry.owner, _call_method, told, {}, timeout))
 
         return method
 
