@@ -5,10 +5,10 @@ from tilework.checkpoint.asynchronous import PendingSave
 from tilework.checkpoint.composing import PieceOf
 from tilework.checkpoint.formats.converting import ConvertOptions, convert
 from tilework.checkpoint.loading import LoadReport
-from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
+from tilework.checkpoint.manager import CheckpointManager
 from tilework.checkpoint.publishing import save_pretrained
 from tilework.checkpoint.saving import SaveOptions
-from tilework.checkpoint.showing import show
+from tilework.checkpoint.showing import KeptCheckpoint, show
 from tilework.checkpoint.stateful_objects import RandomState, Stateful
 from tilework.checkpoint.storage import FileReader, FileWriter, Storage
 from tilework.checkpoint.verifying import Difference, diff, verify

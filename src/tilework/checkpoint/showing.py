@@ -3,19 +3,110 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from tilework.checkpoint.flat_state import FlatState, FlatValue, PerRank, dotted
-from tilework.checkpoint.format import DRAWN, INDEX_NAME, LISTED, checkpoint_parts
-from tilework.checkpoint.index_text import read_index, saved_state
-from tilework.checkpoint.manager import KeptCheckpoint, kept_in, run_page
+from tilework.checkpoint.format import DRAWN, INDEX_NAME, LISTED, Index, bytes_of, checkpoint_parts
+from tilework.checkpoint.index_text import is_checkpoint, read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.safetensors_index import safetensors_index
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.url_storage import AnyPath, storage_at
-from tilework.checkpoint.values import value_text
-from tilework.show import Page, Styled
+from tilework.checkpoint.values import decode_value, value_text
+from tilework.errors import CheckpointError
+from tilework.show import Page, Styled, TextTable, bytes_text, count_text
+
+#: Names of the folders: 8 digits with leading zeros, or more digits.
+FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        step: The number of the step.
+        path: The folder.
+        metrics: The numbers that were saved with the checkpoint.
+        nbytes: The number of bytes of all tensors.
+    """
+
+    step: int
+    path: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
+    """The checkpoints in a folder, the lowest step first. Local.
+
+    A checkpoint that was saved, but is damaged or cannot be read, is an error in the list.
+    """
+    found = {}
+    for name in storage.names():
+        match = FOLDER.fullmatch(name)
+        checkpoint = None if match is None else _examined(storage, name, int(match[1]))
+        if match is not None and checkpoint is not None:
+            found[int(match[1])] = checkpoint
+    return [found[step] for step in sorted(found)]
+
+
+def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
+    """The checkpoint in the folder ``name``, or an error; None: it has no index."""
+    storage = folder.inner(name)
+    try:
+        if not is_checkpoint(storage.names(), storage):
+            return None
+        index = read_index(storage)
+        for file, saved in index.files.items():
+            reader = storage.open(file)
+            reader.close()
+            if reader.nbytes != saved.nbytes:
+                where = storage.where(file)
+                told = f"{where} has {reader.nbytes} bytes, not {saved.nbytes} as when it was saved"
+                return CheckpointError(told, file=where)
+    except CheckpointError as error:
+        return error
+    except OSError as error:
+        where = folder.where(name)
+        return CheckpointError(f"{where} cannot be read: {error}", file=where)
+    nbytes = bytes_of(index.tensors.values())
+    return KeptCheckpoint(step, folder.where(name), _metrics_of(index), nbytes)
+
+
+def _metrics_of(index: Index) -> dict[str, float]:
+    listed = index.meta.get("metrics")
+    found = {}
+    for name, each in listed.items() if isinstance(listed, dict) else ():
+        with suppress(ValueError, OverflowError):
+            number = decode_value(each)
+            if isinstance(number, int | float):
+                found[name] = float(number)
+    return found
+
+
+def run_page(kept: Sequence[KeptCheckpoint]) -> Page:
+    """A row for each checkpoint, with size and metrics; each metric's lowest value is marked."""
+    headline = (f"{count_text(len(kept), 'checkpoint')} of a run", "bold")
+    if not kept:
+        return Page(headline)
+    lowest = {
+        name: min(each.metrics[name] for each in kept if name in each.metrics)
+        for name in {name for each in kept for name in each.metrics}
+    }
+    rows = []
+    for each in kept:
+        notes = [
+            f"{name} {value:g}{' (lowest)' * (value == lowest[name])}"
+            for name, value in sorted(each.metrics.items())
+        ] + ["latest"] * (each is kept[-1])
+        rows.append((str(each.step), bytes_text(each.nbytes), ", ".join(notes)))
+    more = f"to see one: tilework checkpoint show {kept[-1].path}"
+    return Page(headline, "", TextTable(("step", "bytes", "metrics"), rows, {0, 1}), "", more)
 
 
 @checkpoint_errors()
