@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -44,6 +46,27 @@ def needs(*promises: Capability) -> Callable[[Tests], Tests]:
         return tests
 
     return mark
+
+
+def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that each rank runs, with the rank as the first argument.
+
+    Args:
+        count: The number of ranks. None: it is the test's argument ``n``.
+    """
+
+    def test_of(body: Callable[..., None]) -> Callable[..., None]:
+        def test(self: GroupSuite, **given: Any) -> None:
+            ranks = given["n"] if count is None else count
+            self.run(ranks, functools.partial(body, self, **given))
+
+        of_body = inspect.signature(body)
+        taken = [each for each in of_body.parameters.values() if each.name != "rank"]
+        functools.update_wrapper(test, body)
+        test.__signature__ = of_body.replace(parameters=taken)  # type: ignore[attr-defined]
+        return test
+
+    return test_of
 
 
 class GroupSuite(ABC):

@@ -23,6 +23,7 @@ from tilework.testing.groups.base import (
     failure_of,
     inside,
     needs,
+    on_ranks,
     refused,
     still_works,
 )
@@ -231,22 +232,20 @@ class MismatchSuite(GroupSuite):
 
         self.assert_mismatch(lambda: reduce(2), lambda: reduce(33), "2", "33")
 
-    def test_the_work_keeps_the_error(self) -> None:
-        def body(rank: int) -> None:
-            work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
-            assert work is not None
-            future = work.get_future()
-            failure_of(work.wait)
-            assert work.is_completed()
-            assert not work.is_success()
-            assert isinstance(work.exception(), CollectiveMismatchError)
-            try:
-                future.wait()
-            except CollectiveMismatchError:
-                return
-            raise AssertionError("the future of a failed operation gave a value")
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_the_work_keeps_the_error(self, rank: int) -> None:
+        work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
+        assert work is not None
+        future = work.get_future()
+        failure_of(work.wait)
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), CollectiveMismatchError)
+        try:
+            future.wait()
+        except CollectiveMismatchError:
+            return
+        raise AssertionError("the future of a failed operation gave a value")
 
     def test_the_message_names_rank_group_and_number(self) -> None:
         def body(rank: int) -> str:
@@ -269,14 +268,12 @@ class MismatchSuite(GroupSuite):
             assert [error.kind for error in errors] == [CollectiveMismatchError] * 3
             assert all(error.seconds < 30 for error in errors)
 
-    def test_a_failed_group_leaves_the_others(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group()
-            failure_of(lambda: dist.all_reduce(torch.ones(2 + rank), group=group))
-            still_works(2)
-            still_works(2, dist.new_group())
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_a_failed_group_leaves_the_others(self, rank: int) -> None:
+        group = dist.new_group()
+        failure_of(lambda: dist.all_reduce(torch.ones(2 + rank), group=group))
+        still_works(2)
+        still_works(2, dist.new_group())
 
 
 @needs(Capability.PROVENANCE)
@@ -348,7 +345,8 @@ class TimeoutSuite(GroupSuite):
             for word in ("all_reduce", "5, 7", "2"):
                 assert word in error.text, error.text
 
-    def test_every_operation_has_a_timeout(self) -> None:
+    @on_ranks(2)
+    def test_every_operation_has_a_timeout(self, rank: int) -> None:
         calls: list[Callable[[dist.ProcessGroup], object]] = [
             lambda g: dist.barrier(group=g),
             lambda g: dist.broadcast(torch.ones(1), src=1, group=g),
@@ -360,54 +358,44 @@ class TimeoutSuite(GroupSuite):
             lambda g: dist.all_to_all_single(torch.ones(2), torch.ones(2), group=g),
             lambda g: dist.recv(torch.ones(1), src=1, group=g),
         ]
-
-        def body(rank: int) -> None:
-            for call in calls:
-                group = brief_group(timedelta(milliseconds=200))
-                if rank == 0:
-                    error = failure_of(functools.partial(call, inside(group)))
-                    assert error.kind is CollectiveTimeoutError
-                    assert error.ranks == (1,)
-                dist.barrier()
-
-        self.run(2, body)
-
-    def test_recv_from_any_has_a_timeout(self) -> None:
-        def body(rank: int) -> None:
+        for call in calls:
             group = brief_group(timedelta(milliseconds=200))
             if rank == 0:
-                error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
+                error = failure_of(functools.partial(call, inside(group)))
                 assert error.kind is CollectiveTimeoutError
+                assert error.ranks == (1,)
             dist.barrier()
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_recv_from_any_has_a_timeout(self, rank: int) -> None:
+        group = brief_group(timedelta(milliseconds=200))
+        if rank == 0:
+            error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
+            assert error.kind is CollectiveTimeoutError
+        dist.barrier()
 
-    def test_asynchronous_operations_time_out_too(self) -> None:
-        def body(rank: int) -> None:
-            group = brief_group(timedelta(milliseconds=100))
-            if rank == 0:
-                work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-                assert work is not None
-                error = failure_of(work.wait)
-                assert error.kind is CollectiveTimeoutError
-                assert isinstance(work.exception(), CollectiveTimeoutError)
-            dist.barrier()
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_asynchronous_operations_time_out_too(self, rank: int) -> None:
+        group = brief_group(timedelta(milliseconds=100))
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            assert work is not None
+            error = failure_of(work.wait)
+            assert error.kind is CollectiveTimeoutError
+            assert isinstance(work.exception(), CollectiveTimeoutError)
+        dist.barrier()
 
     @needs(Capability.NEW_TIMEOUT)
-    def test_a_timeout_set_later(self) -> None:
-        def body(rank: int) -> None:
-            group = inside(dist.new_group())
-            dist.all_reduce(torch.ones(1), group=group)
-            group.set_timeout(timedelta(milliseconds=60))
-            if rank == 0:
-                error = failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))
-                assert error.kind is CollectiveTimeoutError
-                assert error.seconds < 30
-            dist.barrier()
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_a_timeout_set_later(self, rank: int) -> None:
+        group = inside(dist.new_group())
+        dist.all_reduce(torch.ones(1), group=group)
+        group.set_timeout(timedelta(milliseconds=60))
+        if rank == 0:
+            error = failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))
+            assert error.kind is CollectiveTimeoutError
+            assert error.seconds < 30
+        dist.barrier()
 
     def test_latecomers_hear_of_it(self) -> None:
         def body(rank: int) -> OperationFailure:
@@ -441,142 +429,120 @@ class TimeoutSuite(GroupSuite):
 class MisuseSuite(GroupSuite):
     """Wrong arguments of a call raise ValueError or TypeError; nothing moves, the group lives."""
 
-    def test_wrong_list_lengths(self) -> None:
+    @on_ranks(2)
+    def test_wrong_list_lengths(self, rank: int) -> None:
         one = [torch.ones(2)]
+        with refused():
+            dist.all_gather(one, torch.ones(2))
+        with refused():
+            dist.reduce_scatter(torch.ones(2), one)
+        with refused():
+            dist.all_to_all(one, one * 2)
+        with refused():
+            dist.all_to_all(one * 2, one)
+        with refused():
+            dist.gather(torch.ones(2), one, dst=rank)
+        with refused():
+            dist.scatter(torch.ones(2), one, src=rank)
+        still_works(2)
 
-        def body(rank: int) -> None:
-            with refused():
-                dist.all_gather(one, torch.ones(2))
-            with refused():
-                dist.reduce_scatter(torch.ones(2), one)
-            with refused():
-                dist.all_to_all(one, one * 2)
-            with refused():
-                dist.all_to_all(one * 2, one)
-            with refused():
-                dist.gather(torch.ones(2), one, dst=rank)
-            with refused():
-                dist.scatter(torch.ones(2), one, src=rank)
-            still_works(2)
+    @on_ranks(2)
+    def test_lists_where_they_do_not_belong(self, rank: int) -> None:
+        two = [torch.ones(2), torch.ones(2)]
+        with refused():
+            dist.gather(torch.ones(2), None, dst=rank)
+        with refused():
+            dist.gather(torch.ones(2), two, dst=1 - rank)
+        with refused():
+            dist.scatter(torch.ones(2), None, src=rank)
+        with refused():
+            dist.scatter(torch.ones(2), two, src=1 - rank)
+        still_works(2)
 
-        self.run(2, body)
-
-    def test_lists_where_they_do_not_belong(self) -> None:
-        def body(rank: int) -> None:
-            two = [torch.ones(2), torch.ones(2)]
-            with refused():
-                dist.gather(torch.ones(2), None, dst=rank)
-            with refused():
-                dist.gather(torch.ones(2), two, dst=1 - rank)
-            with refused():
-                dist.scatter(torch.ones(2), None, src=rank)
-            with refused():
-                dist.scatter(torch.ones(2), two, src=1 - rank)
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_different_dtypes_within_a_call(self) -> None:
+    @on_ranks(2)
+    def test_different_dtypes_within_a_call(self, rank: int) -> None:
         words = "tensors with different dtypes"
+        single, half = torch.ones(2), torch.ones(2).half()
+        with refused(words):
+            dist.all_gather([single, half], single)
+        with refused(words):
+            dist.all_gather_into_tensor(torch.ones(4), half)
+        with refused(words):
+            dist.reduce_scatter(single, [single, half])
+        with refused(words):
+            dist.reduce_scatter_tensor(half, torch.ones(4))
+        with refused(words):
+            dist.all_to_all([single, single], [half, single])
+        with refused(words):
+            dist.all_reduce_coalesced([single, half])
+        still_works(2)
 
-        def body(rank: int) -> None:
-            single, half = torch.ones(2), torch.ones(2).half()
-            with refused(words):
-                dist.all_gather([single, half], single)
-            with refused(words):
-                dist.all_gather_into_tensor(torch.ones(4), half)
-            with refused(words):
-                dist.reduce_scatter(single, [single, half])
-            with refused(words):
-                dist.reduce_scatter_tensor(half, torch.ones(4))
-            with refused(words):
-                dist.all_to_all([single, single], [half, single])
-            with refused(words):
-                dist.all_reduce_coalesced([single, half])
-            still_works(2)
+    @on_ranks(2)
+    def test_sizes_that_do_not_fit_within_a_call(self, rank: int) -> None:
+        with refused():
+            dist.all_gather_into_tensor(torch.ones(5), torch.ones(2))
+        with refused():
+            dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5))
+        with refused():
+            dist.all_to_all_single(torch.ones(3), torch.ones(4))
+        with refused():
+            mine = [torch.ones(2 + (part == rank)) for part in range(2)]
+            dist.reduce_scatter(torch.ones(2), mine)
+        still_works(2)
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_what_is_not_a_tensor(self, rank: int) -> None:
+        with refused():
+            dist.all_reduce([1.0, 2.0])  # type: ignore[arg-type]
+        with refused():
+            dist.broadcast(3, src=0)  # type: ignore[arg-type]
+        with refused():
+            dist.all_gather(torch.ones(2, 2), torch.ones(2))  # type: ignore[arg-type]
+        with refused():
+            dist.all_gather([1, 2], torch.ones(2))  # type: ignore[list-item]
+        still_works(2)
 
-    def test_sizes_that_do_not_fit_within_a_call(self) -> None:
-        def body(rank: int) -> None:
+    @on_ranks(2)
+    def test_tensors_that_have_no_bytes_here(self, rank: int) -> None:
+        with refused("meta"):
+            dist.all_reduce(torch.ones(2, device="meta"))
+        with refused():
+            dist.all_gather([torch.ones(2), torch.ones(2, device="meta")], torch.ones(2))
+        with refused():
+            dist.all_reduce(torch.eye(2).to_sparse())
+        still_works(2)
+
+    @on_ranks(2)
+    def test_outputs_that_cannot_be_written(self, rank: int) -> None:
+        with refused():
+            dist.all_reduce(torch.ones(1).expand(4))
+        with refused():
+            dist.all_gather_into_tensor(torch.ones(1).expand(4), torch.ones(2))
+        still_works(2)
+
+    @on_ranks(2)
+    def test_reductions_that_are_none(self, rank: int) -> None:
+        for nonsense in ("sum", 1, None):
             with refused():
-                dist.all_gather_into_tensor(torch.ones(5), torch.ones(2))
+                dist.all_reduce(torch.ones(2), op=nonsense)  # type: ignore[arg-type]
+        still_works(2)
+
+    @on_ranks(2)
+    def test_ranks_that_do_not_exist(self, rank: int) -> None:
+        for nobody in (2, -1):
             with refused():
-                dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5))
+                dist.broadcast(torch.ones(1), src=nobody)
             with refused():
-                dist.all_to_all_single(torch.ones(3), torch.ones(4))
+                dist.reduce(torch.ones(1), dst=nobody)
             with refused():
-                mine = [torch.ones(2 + (part == rank)) for part in range(2)]
-                dist.reduce_scatter(torch.ones(2), mine)
-            still_works(2)
+                dist.send(torch.ones(1), dst=nobody)
+        still_works(2)
 
-        self.run(2, body)
-
-    def test_what_is_not_a_tensor(self) -> None:
-        def body(rank: int) -> None:
+    @on_ranks(3)
+    def test_misuse_on_one_rank_is_that_ranks_business(self, rank: int) -> None:
+        if rank == 1:
             with refused():
-                dist.all_reduce([1.0, 2.0])  # type: ignore[arg-type]
-            with refused():
-                dist.broadcast(3, src=0)  # type: ignore[arg-type]
-            with refused():
-                dist.all_gather(torch.ones(2, 2), torch.ones(2))  # type: ignore[arg-type]
-            with refused():
-                dist.all_gather([1, 2], torch.ones(2))  # type: ignore[list-item]
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_tensors_that_have_no_bytes_here(self) -> None:
-        def body(rank: int) -> None:
-            with refused("meta"):
-                dist.all_reduce(torch.ones(2, device="meta"))
-            with refused():
-                dist.all_gather([torch.ones(2), torch.ones(2, device="meta")], torch.ones(2))
-            with refused():
-                dist.all_reduce(torch.eye(2).to_sparse())
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_outputs_that_cannot_be_written(self) -> None:
-        def body(rank: int) -> None:
-            with refused():
-                dist.all_reduce(torch.ones(1).expand(4))
-            with refused():
-                dist.all_gather_into_tensor(torch.ones(1).expand(4), torch.ones(2))
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_reductions_that_are_none(self) -> None:
-        def body(rank: int) -> None:
-            for nonsense in ("sum", 1, None):
-                with refused():
-                    dist.all_reduce(torch.ones(2), op=nonsense)  # type: ignore[arg-type]
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_ranks_that_do_not_exist(self) -> None:
-        def body(rank: int) -> None:
-            for nobody in (2, -1):
-                with refused():
-                    dist.broadcast(torch.ones(1), src=nobody)
-                with refused():
-                    dist.reduce(torch.ones(1), dst=nobody)
-                with refused():
-                    dist.send(torch.ones(1), dst=nobody)
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_misuse_on_one_rank_is_that_ranks_business(self) -> None:
-        def body(rank: int) -> None:
-            if rank == 1:
-                with refused():
-                    dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
-                with refused("write timedelta(seconds=5)"):
-                    dist.barrier(timeout=5)  # type: ignore[arg-type]
-            still_works(3)
-
-        self.run(3, body)
+                dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+            with refused("write timedelta(seconds=5)"):
+                dist.barrier(timeout=5)  # type: ignore[arg-type]
+        still_works(3)

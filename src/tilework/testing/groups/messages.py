@@ -16,6 +16,7 @@ from tilework.testing.groups.base import (
     failure_of,
     inside,
     needs,
+    on_ranks,
     refused,
     started,
     still_works,
@@ -28,136 +29,116 @@ _F32 = torch.float32
 class MessageSuite(GroupSuite):
     """Messages between two ranks."""
 
-    def test_send_and_recv(self) -> None:
-        def body(rank: int) -> None:
-            for case in self.cases():
-                if rank == 0:
-                    dist.send(case.make(3), dst=1)
-                else:
-                    tensor = case.blank()
-                    assert dist.recv(tensor, src=0) == 0
-                    assert_same(tensor, case.value(3), case)
-
-        self.run(2, body)
-
-    def test_isend_and_irecv(self) -> None:
-        def body(rank: int) -> None:
-            for case in self.cases():
-                tensor = case.make(4) if rank == 0 else case.blank()
-                transfer = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
-                assert started(transfer).wait() is True
-                assert_same(tensor, case.value(4), case)
-
-        self.run(2, body)
-
-    def test_a_message_of_many_chunks(self) -> None:
-        def body(rank: int) -> None:
+    @on_ranks(2)
+    def test_send_and_recv(self, rank: int) -> None:
+        for case in self.cases():
             if rank == 0:
-                dist.send(pattern(1, (self.large,), _F32), dst=1)
+                dist.send(case.make(3), dst=1)
             else:
-                tensor = torch.zeros(self.large)
-                dist.recv(tensor, src=0)
-                assert_same(tensor, pattern(1, (self.large,), _F32))
+                tensor = case.blank()
+                assert dist.recv(tensor, src=0) == 0
+                assert_same(tensor, case.value(3), case)
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_isend_and_irecv(self, rank: int) -> None:
+        for case in self.cases():
+            tensor = case.make(4) if rank == 0 else case.blank()
+            transfer = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+            assert started(transfer).wait() is True
+            assert_same(tensor, case.value(4), case)
 
-    def test_messages_with_one_tag_keep_their_order(self) -> None:
-        def body(rank: int) -> None:
-            for i in range(20):
-                tensor = torch.tensor([float(i)])
-                if rank == 0:
-                    dist.send(tensor, dst=1)
-                else:
-                    dist.recv(tensor.zero_(), src=0)
-                    assert tensor.item() == i
+    @on_ranks(2)
+    def test_a_message_of_many_chunks(self, rank: int) -> None:
+        if rank == 0:
+            dist.send(pattern(1, (self.large,), _F32), dst=1)
+        else:
+            tensor = torch.zeros(self.large)
+            dist.recv(tensor, src=0)
+            assert_same(tensor, pattern(1, (self.large,), _F32))
 
-        self.run(2, body)
-
-    def test_tags_tell_messages_apart(self) -> None:
-        def body(rank: int) -> None:
+    @on_ranks(2)
+    def test_messages_with_one_tag_keep_their_order(self, rank: int) -> None:
+        for i in range(20):
+            tensor = torch.tensor([float(i)])
             if rank == 0:
-                works = [dist.isend(torch.full((2,), float(t)), 1, tag=t) for t in (1, 2, 3)]
+                dist.send(tensor, dst=1)
             else:
-                inbox = {t: torch.zeros(2) for t in (3, 1, 2)}
-                works = [dist.irecv(tensor, 0, tag=t) for t, tensor in inbox.items()]
-            for work in works:
-                started(work).wait()
-            if rank == 1:
-                assert {t: tensor.tolist() for t, tensor in inbox.items()} == {
-                    t: [float(t)] * 2 for t in (1, 2, 3)
-                }
+                dist.recv(tensor.zero_(), src=0)
+                assert tensor.item() == i
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_tags_tell_messages_apart(self, rank: int) -> None:
+        if rank == 0:
+            works = [dist.isend(torch.full((2,), float(t)), 1, tag=t) for t in (1, 2, 3)]
+        else:
+            inbox = {t: torch.zeros(2) for t in (3, 1, 2)}
+            works = [dist.irecv(tensor, 0, tag=t) for t, tensor in inbox.items()]
+        for work in works:
+            started(work).wait()
+        if rank == 1:
+            assert {t: tensor.tolist() for t, tensor in inbox.items()} == {
+                t: [float(t)] * 2 for t in (1, 2, 3)
+            }
 
-    def test_recv_from_any_says_from_whom(self) -> None:
-        def body(rank: int) -> None:
-            if rank != 1:
-                dist.send(torch.full((3,), float(rank)), dst=1)
-                return
-            heard = []
-            for _ in range(3):
-                tensor = torch.zeros(3)
-                source = dist.recv(tensor)
-                assert tensor.tolist() == [float(source)] * 3
-                heard.append(source)
-            assert sorted(heard) == [0, 2, 3]
+    @on_ranks(4)
+    def test_recv_from_any_says_from_whom(self, rank: int) -> None:
+        if rank != 1:
+            dist.send(torch.full((3,), float(rank)), dst=1)
+            return
+        heard = []
+        for _ in range(3):
+            tensor = torch.zeros(3)
+            source = dist.recv(tensor)
+            assert tensor.tolist() == [float(source)] * 3
+            heard.append(source)
+        assert sorted(heard) == [0, 2, 3]
 
-        self.run(4, body)
+    @on_ranks(3)
+    def test_irecv_from_any_says_from_whom(self, rank: int) -> None:
+        tensor = torch.full((2,), 5.0)
+        if rank == 2:
+            dist.send(tensor, dst=0, tag=9)
+        elif rank == 0:
+            work = started(dist.irecv(tensor.zero_(), tag=9))
+            work.wait()
+            assert work.source_rank() == 2
+            assert tensor.tolist() == [5.0, 5.0]
 
-    def test_irecv_from_any_says_from_whom(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.full((2,), 5.0)
-            if rank == 2:
-                dist.send(tensor, dst=0, tag=9)
-            elif rank == 0:
-                work = started(dist.irecv(tensor.zero_(), tag=9))
-                work.wait()
-                assert work.source_rank() == 2
-                assert tensor.tolist() == [5.0, 5.0]
+    @on_ranks()
+    def test_everyone_sends_to_everyone_at_once(self, rank: int, n: int) -> None:
+        peers = [peer for peer in range(n) if peer != rank]
+        inbox = {peer: torch.zeros(1000) for peer in peers}
+        works = [dist.irecv(tensor, peer) for peer, tensor in inbox.items()]
+        works += [dist.isend(pattern(rank, (1000,), _F32), peer) for peer in peers]
+        for work in works:
+            started(work).wait()
+        for peer, tensor in inbox.items():
+            assert_same(tensor, pattern(peer, (1000,), _F32))
 
-        self.run(3, body)
+    @on_ranks()
+    def test_batch_isend_irecv(self, rank: int, n: int) -> None:
+        right, left = (rank + 1) % n, (rank - 1) % n
+        if n == 1:
+            return
+        tensor = torch.zeros(4)
+        ops = [
+            dist.P2POp(dist.isend, pattern(rank, (4,), _F32), right),
+            dist.P2POp(dist.irecv, tensor, left),
+        ]
+        for work in dist.batch_isend_irecv(op for op in ops):
+            work.wait()
+        assert_same(tensor, pattern(left, (4,), _F32))
 
-    def test_everyone_sends_to_everyone_at_once(self, n: int) -> None:
-        def body(rank: int) -> None:
-            peers = [peer for peer in range(n) if peer != rank]
-            inbox = {peer: torch.zeros(1000) for peer in peers}
-            works = [dist.irecv(tensor, peer) for peer, tensor in inbox.items()]
-            works += [dist.isend(pattern(rank, (1000,), _F32), peer) for peer in peers]
-            for work in works:
-                started(work).wait()
-            for peer, tensor in inbox.items():
-                assert_same(tensor, pattern(peer, (1000,), _F32))
-
-        self.run(n, body)
-
-    def test_batch_isend_irecv(self, n: int) -> None:
-        def body(rank: int) -> None:
-            right, left = (rank + 1) % n, (rank - 1) % n
-            if n == 1:
-                return
-            tensor = torch.zeros(4)
-            ops = [
-                dist.P2POp(dist.isend, pattern(rank, (4,), _F32), right),
-                dist.P2POp(dist.irecv, tensor, left),
-            ]
-            for work in dist.batch_isend_irecv(op for op in ops):
-                work.wait()
-            assert_same(tensor, pattern(left, (4,), _F32))
-
-        self.run(n, body)
-
-    def test_messages_and_collectives_do_not_mix_up(self) -> None:
-        def body(rank: int) -> None:
-            outbox, inbox = torch.full((5,), float(rank)), torch.zeros(5)
-            sending = started(dist.isend(outbox, 1 - rank))
-            still_works(2)
-            receiving = started(dist.irecv(inbox, 1 - rank))
-            still_works(2)
-            sending.wait()
-            receiving.wait()
-            assert inbox.tolist() == [1.0 - rank] * 5
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_messages_and_collectives_do_not_mix_up(self, rank: int) -> None:
+        outbox, inbox = torch.full((5,), float(rank)), torch.zeros(5)
+        sending = started(dist.isend(outbox, 1 - rank))
+        still_works(2)
+        receiving = started(dist.irecv(inbox, 1 - rank))
+        still_works(2)
+        sending.wait()
+        receiving.wait()
+        assert inbox.tolist() == [1.0 - rank] * 5
 
     def test_the_receiver_may_come_first_and_wait(self) -> None:
         def body(rank: int) -> float:
@@ -172,175 +153,148 @@ class MessageSuite(GroupSuite):
         assert self.run(2, body)[1] > 0.08
 
     @needs(Capability.COMPARISON)
-    def test_a_message_that_does_not_fit_raises_at_the_receiver(self) -> None:
+    @on_ranks(2)
+    def test_a_message_that_does_not_fit_raises_at_the_receiver(self, rank: int) -> None:
         outboxes = [Case((2,), _F32), Case((3,), torch.int32)]
+        for case in outboxes:
+            group = dist.new_group()
+            if rank == 0:
+                # The sender may have handed its bytes over before anyone looked at them.
+                dist.isend(case.make(0), 1, group=group)
+                dist.barrier()
+            else:
+                error = failure_of(functools.partial(dist.recv, torch.zeros(3), 0, group))
+                assert error.kind is CollectiveMismatchError
+                dist.barrier()
 
-        def body(rank: int) -> None:
-            for case in outboxes:
-                group = dist.new_group()
-                if rank == 0:
-                    # The sender may have handed its bytes over before anyone looked at them.
-                    dist.isend(case.make(0), 1, group=group)
-                    dist.barrier()
-                else:
-                    error = failure_of(functools.partial(dist.recv, torch.zeros(3), 0, group))
-                    assert error.kind is CollectiveMismatchError
-                    dist.barrier()
+    @on_ranks(2)
+    def test_nobody_writes_to_themselves(self, rank: int) -> None:
+        with refused():
+            dist.send(torch.ones(1), dst=rank)
+        with refused():
+            dist.recv(torch.ones(1), src=rank)
+        still_works(2)
 
-        self.run(2, body)
-
-    def test_nobody_writes_to_themselves(self) -> None:
-        def body(rank: int) -> None:
-            with refused():
-                dist.send(torch.ones(1), dst=rank)
-            with refused():
-                dist.recv(torch.ones(1), src=rank)
-            still_works(2)
-
-        self.run(2, body)
-
-    def test_wrong_batches_are_refused(self) -> None:
-        def body(rank: int) -> None:
-            with refused():
-                dist.batch_isend_irecv([])
-            with refused():
-                dist.P2POp(dist.broadcast, torch.ones(1), 1 - rank)
-            with refused("this rank itself"):  # before messages of the batch are sent
-                dist.P2POp(dist.irecv, torch.ones(1), rank)
-            with refused():
-                dist.batch_isend_irecv(["not an operation"])  # type: ignore[list-item]
-            still_works(2)
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_wrong_batches_are_refused(self, rank: int) -> None:
+        with refused():
+            dist.batch_isend_irecv([])
+        with refused():
+            dist.P2POp(dist.broadcast, torch.ones(1), 1 - rank)
+        with refused("this rank itself"):  # before messages of the batch are sent
+            dist.P2POp(dist.irecv, torch.ones(1), rank)
+        with refused():
+            dist.batch_isend_irecv(["not an operation"])  # type: ignore[list-item]
+        still_works(2)
 
 
 class AliasSuite(GroupSuite):
     """Outputs that share memory with inputs: as if the input had been copied first, or refused."""
 
-    def test_all_gather_in_place(self, n: int) -> None:
-        def body(rank: int) -> None:
-            expected = torch.stack([pattern(r, (50,), _F32) for r in range(n)])
-            whole = torch.zeros(n, 50)
-            whole[rank] = expected[rank]
-            dist.all_gather_into_tensor(whole, whole[rank])
+    @on_ranks()
+    def test_all_gather_in_place(self, rank: int, n: int) -> None:
+        expected = torch.stack([pattern(r, (50,), _F32) for r in range(n)])
+        whole = torch.zeros(n, 50)
+        whole[rank] = expected[rank]
+        dist.all_gather_into_tensor(whole, whole[rank])
+        assert_same(whole, expected)
+        parts = [torch.zeros(50) for _ in range(n)]
+        parts[rank].copy_(expected[rank])
+        dist.all_gather(parts, parts[rank])
+        assert_same(torch.stack(parts), expected)
+
+    @on_ranks()
+    def test_reduce_scatter_in_place(self, rank: int, n: int) -> None:
+        total = folded("SUM", [pattern(r, (n, 50), _F32) for r in range(n)])
+        whole = pattern(rank, (n, 50), _F32)
+        dist.reduce_scatter_tensor(whole[rank], whole)
+        assert_same(whole[rank], total[rank])
+        parts = list(pattern(rank, (n, 50), _F32))
+        dist.reduce_scatter(parts[rank], parts)
+        assert_same(parts[rank], total[rank])
+
+    @on_ranks()
+    def test_gather_and_scatter_in_place(self, rank: int, n: int) -> None:
+        parts = [pattern(r if r == rank else 9, (50,), _F32) for r in range(n)]
+        mine = parts[rank]
+        dist.gather(mine, parts if rank == 0 else None, dst=0)
+        for r, part in enumerate(parts if rank == 0 else []):
+            assert_same(part, pattern(r, (50,), _F32))
+        dist.scatter(mine, parts if rank == 0 else None, src=0)
+        assert_same(mine, pattern(rank, (50,), _F32))
+
+    @on_ranks()
+    def test_all_to_all_in_place(self, rank: int, n: int) -> None:
+        for length in (3, self.large // 10):
+            whole = pattern(rank, (n, length), _F32)
+            parts = list(whole.clone())
+            expected = torch.stack([pattern(r, (n, length), _F32)[rank] for r in range(n)])
+            dist.all_to_all_single(whole, whole)
             assert_same(whole, expected)
-            parts = [torch.zeros(50) for _ in range(n)]
-            parts[rank].copy_(expected[rank])
-            dist.all_gather(parts, parts[rank])
+            dist.all_to_all(parts, parts)
             assert_same(torch.stack(parts), expected)
 
-        self.run(n, body)
+    @on_ranks(2)
+    def test_inputs_that_overlap_outputs_otherwise_are_refused(self, rank: int) -> None:
+        whole = torch.arange(10.0)
+        with refused("overlap"):
+            dist.all_gather_into_tensor(whole[:6], whole[2:5])
+        with refused("overlap"):
+            dist.all_to_all_single(whole[:4], whole[1:5])
+        with refused("overlap"):
+            dist.reduce_scatter_tensor(whole[1:3], whole[:4])
+        assert_same(whole, torch.arange(10.0))
+        still_works(2)
 
-    def test_reduce_scatter_in_place(self, n: int) -> None:
-        def body(rank: int) -> None:
-            total = folded("SUM", [pattern(r, (n, 50), _F32) for r in range(n)])
-            whole = pattern(rank, (n, 50), _F32)
-            dist.reduce_scatter_tensor(whole[rank], whole)
-            assert_same(whole[rank], total[rank])
-            parts = list(pattern(rank, (n, 50), _F32))
-            dist.reduce_scatter(parts[rank], parts)
-            assert_same(parts[rank], total[rank])
-
-        self.run(n, body)
-
-    def test_gather_and_scatter_in_place(self, n: int) -> None:
-        def body(rank: int) -> None:
-            parts = [pattern(r if r == rank else 9, (50,), _F32) for r in range(n)]
-            mine = parts[rank]
-            dist.gather(mine, parts if rank == 0 else None, dst=0)
-            for r, part in enumerate(parts if rank == 0 else []):
-                assert_same(part, pattern(r, (50,), _F32))
-            dist.scatter(mine, parts if rank == 0 else None, src=0)
-            assert_same(mine, pattern(rank, (50,), _F32))
-
-        self.run(n, body)
-
-    def test_all_to_all_in_place(self, n: int) -> None:
-        def body(rank: int) -> None:
-            for length in (3, self.large // 10):
-                whole = pattern(rank, (n, length), _F32)
-                parts = list(whole.clone())
-                expected = torch.stack([pattern(r, (n, length), _F32)[rank] for r in range(n)])
-                dist.all_to_all_single(whole, whole)
-                assert_same(whole, expected)
-                dist.all_to_all(parts, parts)
-                assert_same(torch.stack(parts), expected)
-
-        self.run(n, body)
-
-    def test_inputs_that_overlap_outputs_otherwise_are_refused(self) -> None:
-        def body(rank: int) -> None:
-            whole = torch.arange(10.0)
+    @on_ranks(2)
+    def test_outputs_that_overlap_are_refused(self, rank: int) -> None:
+        whole = torch.zeros(4)
+        for outputs in ([whole[:3], whole[1:]], [whole[::2]] * 2, [whole[::2], whole[:2]]):
             with refused("overlap"):
-                dist.all_gather_into_tensor(whole[:6], whole[2:5])
-            with refused("overlap"):
-                dist.all_to_all_single(whole[:4], whole[1:5])
-            with refused("overlap"):
-                dist.reduce_scatter_tensor(whole[1:3], whole[:4])
-            assert_same(whole, torch.arange(10.0))
-            still_works(2)
+                dist.all_gather(outputs, torch.ones(len(outputs[0])))
+        dist.all_gather([whole[::2], whole[1::2]], torch.full((2,), 1.0 + rank))
+        assert_same(whole, torch.tensor([1.0, 2.0, 1.0, 2.0]))
+        still_works(2)
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_views_that_conjugate_or_negate_lazily(self, rank: int) -> None:
+        lazy = torch.tensor([1 + 2j, 3 - 1j]).conj()
+        outputs = [torch.zeros(2, dtype=lazy.dtype) for _ in range(2)]
+        dist.all_gather(outputs, lazy)
+        assert outputs[1 - rank].tolist() == [1 - 2j, 3 + 1j]
+        dist.all_reduce(lazy)
+        assert lazy.tolist() == [2 - 4j, 6 + 2j]
+        negative = lazy.imag
+        dist.broadcast(negative, src=0)
+        assert negative.tolist() == [-4.0, 2.0]
 
-    def test_outputs_that_overlap_are_refused(self) -> None:
-        def body(rank: int) -> None:
-            whole = torch.zeros(4)
-            for outputs in ([whole[:3], whole[1:]], [whole[::2]] * 2, [whole[::2], whole[:2]]):
-                with refused("overlap"):
-                    dist.all_gather(outputs, torch.ones(len(outputs[0])))
-            dist.all_gather([whole[::2], whole[1::2]], torch.full((2,), 1.0 + rank))
-            assert_same(whole, torch.tensor([1.0, 2.0, 1.0, 2.0]))
-            still_works(2)
+    @on_ranks(2)
+    def test_autograd_notices_what_was_overwritten(self, rank: int) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        square = (weight * weight).sum()
+        with torch.no_grad():
+            dist.all_reduce(weight)
+        with pytest.raises(RuntimeError, match="inplace"):
+            square.backward()  # type: ignore[no-untyped-call]
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_work_that_outlives_its_group(self, rank: int) -> None:
+        group = inside(dist.new_group())
+        works = []
+        if rank == 0:
+            works.append(started(dist.all_reduce(torch.ones(2), group=group, async_op=True)))
+            works.append(started(dist.irecv(torch.ones(2), 1, group=group)))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        for work in works:
+            with pytest.raises(DistBackendError):
+                work.wait()
+            assert isinstance(work.exception(), DistBackendError)
+        dist.barrier()
 
-    def test_views_that_conjugate_or_negate_lazily(self) -> None:
-        def body(rank: int) -> None:
-            lazy = torch.tensor([1 + 2j, 3 - 1j]).conj()
-            outputs = [torch.zeros(2, dtype=lazy.dtype) for _ in range(2)]
-            dist.all_gather(outputs, lazy)
-            assert outputs[1 - rank].tolist() == [1 - 2j, 3 + 1j]
-            dist.all_reduce(lazy)
-            assert lazy.tolist() == [2 - 4j, 6 + 2j]
-            negative = lazy.imag
-            dist.broadcast(negative, src=0)
-            assert negative.tolist() == [-4.0, 2.0]
-
-        self.run(2, body)
-
-    def test_autograd_notices_what_was_overwritten(self) -> None:
-        def body(rank: int) -> None:
-            weight = torch.ones(3, requires_grad=True)
-            square = (weight * weight).sum()
-            with torch.no_grad():
-                dist.all_reduce(weight)
-            with pytest.raises(RuntimeError, match="inplace"):
-                square.backward()  # type: ignore[no-untyped-call]
-
-        self.run(2, body)
-
-    def test_work_that_outlives_its_group(self) -> None:
-        def body(rank: int) -> None:
-            group = inside(dist.new_group())
-            works = []
-            if rank == 0:
-                works.append(started(dist.all_reduce(torch.ones(2), group=group, async_op=True)))
-                works.append(started(dist.irecv(torch.ones(2), 1, group=group)))
-            dist.barrier()
-            dist.destroy_process_group(group)
-            for work in works:
-                with pytest.raises(DistBackendError):
-                    work.wait()
-                assert isinstance(work.exception(), DistBackendError)
-            dist.barrier()
-
-        self.run(2, body)
-
-    def test_messages_that_nobody_fetched_are_no_trouble(self) -> None:
-        def body(rank: int) -> None:
-            works = [dist.isend(torch.ones(100), 1 - rank, tag=tag) for tag in range(50)]
-            dist.barrier()
-            del works
-            still_works(2)
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_messages_that_nobody_fetched_are_no_trouble(self, rank: int) -> None:
+        works = [dist.isend(torch.ones(100), 1 - rank, tag=tag) for tag in range(50)]
+        dist.barrier()
+        del works
+        still_works(2)

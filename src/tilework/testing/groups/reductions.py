@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tilework.distributed as dist
 from tilework.comm.contract import Capability
-from tilework.testing.groups.base import GroupSuite, finish, needs, refused, still_works
+from tilework.testing.groups.base import GroupSuite, finish, needs, on_ranks, refused, still_works
 from tilework.testing.groups.values import (
     FLOATS,
     REDUCE_OPS,
@@ -35,258 +35,213 @@ def noise(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class AllReduceSuite(GroupSuite):
     """all_reduce, all_reduce_coalesced, scan and exscan."""
 
-    def test_all_reduce(self, n: int, async_op: bool) -> None:
-        def body(rank: int) -> None:
-            for case in map(Case.writable, self.sums()):
-                tensor = case.make(rank)
-                finish(dist.all_reduce(tensor, async_op=async_op), async_op)
-                assert_same(tensor, folded("SUM", [case.value(r) for r in range(n)]), case)
+    @on_ranks()
+    def test_all_reduce(self, rank: int, n: int, async_op: bool) -> None:
+        for case in map(Case.writable, self.sums()):
+            tensor = case.make(rank)
+            finish(dist.all_reduce(tensor, async_op=async_op), async_op)
+            assert_same(tensor, folded("SUM", [case.value(r) for r in range(n)]), case)
 
-        self.run(n, body)
+    @on_ranks()
+    def test_every_reduction_of_every_dtype(self, rank: int, n: int) -> None:
+        for op in REDUCE_OPS:
+            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
+                tensor = pattern(rank, (9,), dtype)
+                dist.all_reduce(tensor, op=reduce_op(op))
+                expected = folded(op, [pattern(r, (9,), dtype) for r in range(n)])
+                # A mean may be a product with 1/n: just as good, but with other bits.
+                if op == "AVG":
+                    assert_near(tensor, expected, f"{op} of {dtype}")
+                else:
+                    assert_same(tensor, expected, f"{op} of {dtype}")
 
-    def test_every_reduction_of_every_dtype(self, n: int) -> None:
-        def body(rank: int) -> None:
-            for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                    tensor = pattern(rank, (9,), dtype)
-                    dist.all_reduce(tensor, op=reduce_op(op))
-                    expected = folded(op, [pattern(r, (9,), dtype) for r in range(n)])
-                    # A mean may be a product with 1/n: just as good, but with other bits.
-                    if op == "AVG":
-                        assert_near(tensor, expected, f"{op} of {dtype}")
-                    else:
-                        assert_same(tensor, expected, f"{op} of {dtype}")
+    @on_ranks(2)
+    def test_wrapped_reductions_mean_the_same(self, rank: int) -> None:
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.MAX))
+        assert tensor.item() == 1.0
 
-        self.run(n, body)
-
-    def test_wrapped_reductions_mean_the_same(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.tensor([float(rank)])
-            dist.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.MAX))
-            assert tensor.item() == 1.0
-
-        self.run(2, body)
-
-    def test_each_rank_has_its_own_premultiplier(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in (dtype for dtype in FLOATS if dtype in self.dtypes):
-                if not self.reduces("PREMUL_SUM", dtype):
-                    continue
-                for factor in (0.5 + rank, torch.tensor(0.5 + rank)):
-                    tensor = torch.full((5,), 2.0, dtype=dtype)
-                    dist.all_reduce(tensor, op=dist.make_premul_sum(factor))
-                    assert tensor.tolist() == [2 * (0.5 + 1.5 + 2.5)] * 5
-            dist.barrier()  # where all is left out, no rank leaves while others still connect
-
-        self.run(3, body)
-
-    def test_all_reduce_coalesced(self, n: int, async_op: bool) -> None:
-        shapes = [(3, 2), (), (0,), (65,)]
-
-        def body(rank: int) -> None:
-            tensors = [pattern(rank + i, shape, _F32) for i, shape in enumerate(shapes)]
-            finish(dist.all_reduce_coalesced(tensors, async_op=async_op), async_op)
-            for i, tensor in enumerate(tensors):
-                parts = [pattern(r + i, shapes[i], _F32) for r in range(n)]
-                assert_same(tensor, folded("SUM", parts))
-
-        self.run(n, body)
-
-    def test_all_reduce_of_many_chunks(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in (torch.float32, torch.bfloat16, torch.int8):
-                tensor = pattern(rank, (self.large,), dtype)
-                dist.all_reduce(tensor)
-                parts = [pattern(r, (self.large,), dtype) for r in range(3)]
-                assert_same(tensor, folded("SUM", parts), dtype)
-
-        self.run(3, body)
-
-    def test_scan(self, n: int, async_op: bool) -> None:
-        def body(rank: int) -> None:
-            for i, case in enumerate(map(Case.writable, self.sums())):
-                tensor, reverse = case.make(rank), bool(i % 2)
-                finish(dist.scan(tensor, async_op=async_op, reverse=reverse), async_op)
-                counted = range(rank, n) if reverse else range(rank + 1)
-                assert_same(tensor, folded("SUM", [case.value(r) for r in counted]), case)
-
-        self.run(n, body)
-
-    def test_exscan_by_every_reduction_of_every_dtype(self, n: int) -> None:
-        def body(rank: int) -> None:
-            for op in (op for op in REDUCE_OPS if op not in ("AVG", "PREMUL_SUM")):
-                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                    mine = [pattern(r, (9,), dtype) for r in range(rank + 1)]
-                    tensor = mine[rank].clone()
-                    dist.exscan(tensor, op=reduce_op(op))
-                    before = mine[:rank] or [tensor]  # nothing before it changes nothing
-                    assert_same(tensor, folded(op, before), f"{op} of {dtype}")
-                    if dtype is not torch.uint64:  # folded() counts in int64
-                        assert_same(folded(op, [tensor, mine[rank]]), folded(op, mine), dtype)
-
-        self.run(n, body)
-
-    def test_scan_of_many_chunks_with_each_ranks_own_factor(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in (torch.float32, torch.int8):
-                tensor = pattern(rank, (self.large,), dtype)
-                dist.scan(tensor)
-                parts = [pattern(r, (self.large,), dtype) for r in range(rank + 1)]
-                assert_same(tensor, folded("SUM", parts), dtype)
-            for dtype in (each for each in FLOATS if self.reduces("PREMUL_SUM", each)):
+    @on_ranks(3)
+    def test_each_rank_has_its_own_premultiplier(self, rank: int) -> None:
+        for dtype in (dtype for dtype in FLOATS if dtype in self.dtypes):
+            if not self.reduces("PREMUL_SUM", dtype):
+                continue
+            for factor in (0.5 + rank, torch.tensor(0.5 + rank)):
                 tensor = torch.full((5,), 2.0, dtype=dtype)
-                dist.exscan(tensor, op=dist.make_premul_sum(0.5 + rank), reverse=True)
-                assert tensor.tolist() == [sum(1.0 + 2 * r for r in range(rank + 1, 3))] * 5
-            dist.barrier()
+                dist.all_reduce(tensor, op=dist.make_premul_sum(factor))
+                assert tensor.tolist() == [2 * (0.5 + 1.5 + 2.5)] * 5
+        dist.barrier()  # where all is left out, no rank leaves while others still connect
 
-        self.run(3, body)
+    @on_ranks()
+    def test_all_reduce_coalesced(self, rank: int, n: int, async_op: bool) -> None:
+        shapes = [(3, 2), (), (0,), (65,)]
+        tensors = [pattern(rank + i, shape, _F32) for i, shape in enumerate(shapes)]
+        finish(dist.all_reduce_coalesced(tensors, async_op=async_op), async_op)
+        for i, tensor in enumerate(tensors):
+            parts = [pattern(r + i, shapes[i], _F32) for r in range(n)]
+            assert_same(tensor, folded("SUM", parts))
 
-    def test_one_rank_alone_keeps_its_many_chunks(self) -> None:
-        def body(rank: int) -> None:
-            mine = pattern(3, (self.large,), torch.float64)
-            tensor, output = mine.clone(), torch.empty_like(mine)
+    @on_ranks(3)
+    def test_all_reduce_of_many_chunks(self, rank: int) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            tensor = pattern(rank, (self.large,), dtype)
             dist.all_reduce(tensor)
-            dist.reduce(tensor, dst=0)
-            dist.reduce_scatter_tensor(output, tensor)
-            assert_same(output, mine)
+            parts = [pattern(r, (self.large,), dtype) for r in range(3)]
+            assert_same(tensor, folded("SUM", parts), dtype)
 
-        self.run(1, body)
+    @on_ranks()
+    def test_scan(self, rank: int, n: int, async_op: bool) -> None:
+        for i, case in enumerate(map(Case.writable, self.sums())):
+            tensor, reverse = case.make(rank), bool(i % 2)
+            finish(dist.scan(tensor, async_op=async_op, reverse=reverse), async_op)
+            counted = range(rank, n) if reverse else range(rank + 1)
+            assert_same(tensor, folded("SUM", [case.value(r) for r in counted]), case)
 
-    def test_strided_tensor_keeps_what_lies_between(self) -> None:
-        def body(rank: int) -> None:
-            storage = torch.full((6, 4), float(rank + 1))
-            dist.all_reduce(storage[:, 1])
-            assert storage[:, 1].tolist() == [3.0] * 6
-            rest = storage[:, [0, 2, 3]]
-            assert torch.equal(rest, torch.full_like(rest, rank + 1.0))
+    @on_ranks()
+    def test_exscan_by_every_reduction_of_every_dtype(self, rank: int, n: int) -> None:
+        for op in (op for op in REDUCE_OPS if op not in ("AVG", "PREMUL_SUM")):
+            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
+                mine = [pattern(r, (9,), dtype) for r in range(rank + 1)]
+                tensor = mine[rank].clone()
+                dist.exscan(tensor, op=reduce_op(op))
+                before = mine[:rank] or [tensor]  # nothing before it changes nothing
+                assert_same(tensor, folded(op, before), f"{op} of {dtype}")
+                if dtype is not torch.uint64:  # folded() counts in int64
+                    assert_same(folded(op, [tensor, mine[rank]]), folded(op, mine), dtype)
 
-        self.run(2, body)
+    @on_ranks(3)
+    def test_scan_of_many_chunks_with_each_ranks_own_factor(self, rank: int) -> None:
+        for dtype in (torch.float32, torch.int8):
+            tensor = pattern(rank, (self.large,), dtype)
+            dist.scan(tensor)
+            parts = [pattern(r, (self.large,), dtype) for r in range(rank + 1)]
+            assert_same(tensor, folded("SUM", parts), dtype)
+        for dtype in (each for each in FLOATS if self.reduces("PREMUL_SUM", each)):
+            tensor = torch.full((5,), 2.0, dtype=dtype)
+            dist.exscan(tensor, op=dist.make_premul_sum(0.5 + rank), reverse=True)
+            assert tensor.tolist() == [sum(1.0 + 2 * r for r in range(rank + 1, 3))] * 5
+        dist.barrier()
 
-    def test_undefined_reductions_are_refused(self) -> None:
-        def body(rank: int) -> None:
-            for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if not defined(op, dtype)):
-                    before = pattern(rank, (4,), dtype)
-                    tensor = before.clone()
-                    with refused(op, str(dtype)):
-                        dist.all_reduce(tensor, op=reduce_op(op))
-                    assert_same(tensor, before)
-            still_works(2)
+    @on_ranks(1)
+    def test_one_rank_alone_keeps_its_many_chunks(self, rank: int) -> None:
+        mine = pattern(3, (self.large,), torch.float64)
+        tensor, output = mine.clone(), torch.empty_like(mine)
+        dist.all_reduce(tensor)
+        dist.reduce(tensor, dst=0)
+        dist.reduce_scatter_tensor(output, tensor)
+        assert_same(output, mine)
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_strided_tensor_keeps_what_lies_between(self, rank: int) -> None:
+        storage = torch.full((6, 4), float(rank + 1))
+        dist.all_reduce(storage[:, 1])
+        assert storage[:, 1].tolist() == [3.0] * 6
+        rest = storage[:, [0, 2, 3]]
+        assert torch.equal(rest, torch.full_like(rest, rank + 1.0))
 
-    def test_reductions_that_the_backend_lacks_are_refused(self) -> None:
-        def body(rank: int) -> None:
-            for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if defined(op, dtype)):
-                    if not self.reduces(op, dtype):
-                        with pytest.raises(NotImplementedError, match=op):
-                            dist.all_reduce(pattern(rank, (4,), dtype), op=reduce_op(op))
-            still_works(2)
+    @on_ranks(2)
+    def test_undefined_reductions_are_refused(self, rank: int) -> None:
+        for op in REDUCE_OPS:
+            for dtype in (dtype for dtype in self.dtypes if not defined(op, dtype)):
+                before = pattern(rank, (4,), dtype)
+                tensor = before.clone()
+                with refused(op, str(dtype)):
+                    dist.all_reduce(tensor, op=reduce_op(op))
+                assert_same(tensor, before)
+        still_works(2)
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_reductions_that_the_backend_lacks_are_refused(self, rank: int) -> None:
+        for op in REDUCE_OPS:
+            for dtype in (dtype for dtype in self.dtypes if defined(op, dtype)):
+                if not self.reduces(op, dtype):
+                    with pytest.raises(NotImplementedError, match=op):
+                        dist.all_reduce(pattern(rank, (4,), dtype), op=reduce_op(op))
+        still_works(2)
 
 
 class ReduceSuite(GroupSuite):
     """reduce, reduce_scatter and reduce_scatter_tensor."""
 
-    def test_reduce_to_every_root(self, n: int, async_op: bool) -> None:
-        def body(rank: int) -> None:
-            for turn, case in enumerate(map(Case.writable, self.sums())):
-                root = turn % n
-                tensor = case.make(rank)
-                finish(dist.reduce(tensor, dst=root, async_op=async_op), async_op)
-                total = folded("SUM", [case.value(r) for r in range(n)])
-                # The tensors of other ranks keep their contribution, without partial sums.
-                assert_same(tensor, total if rank == root else case.value(rank), case)
+    @on_ranks()
+    def test_reduce_to_every_root(self, rank: int, n: int, async_op: bool) -> None:
+        for turn, case in enumerate(map(Case.writable, self.sums())):
+            root = turn % n
+            tensor = case.make(rank)
+            finish(dist.reduce(tensor, dst=root, async_op=async_op), async_op)
+            total = folded("SUM", [case.value(r) for r in range(n)])
+            # The tensors of other ranks keep their contribution, without partial sums.
+            assert_same(tensor, total if rank == root else case.value(rank), case)
 
-        self.run(n, body)
+    @on_ranks(2)
+    def test_reduce_by_every_reduction(self, rank: int) -> None:
+        for op in REDUCE_OPS:
+            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
+                tensor = pattern(rank, (5,), dtype)
+                dist.reduce(tensor, dst=1, op=reduce_op(op))
+                if rank == 1:
+                    expected = folded(op, [pattern(r, (5,), dtype) for r in range(2)])
+                    assert_same(tensor, expected, f"{op} of {dtype}")
 
-    def test_reduce_by_every_reduction(self) -> None:
-        def body(rank: int) -> None:
-            for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                    tensor = pattern(rank, (5,), dtype)
-                    dist.reduce(tensor, dst=1, op=reduce_op(op))
-                    if rank == 1:
-                        expected = folded(op, [pattern(r, (5,), dtype) for r in range(2)])
-                        assert_same(tensor, expected, f"{op} of {dtype}")
+    @on_ranks(3)
+    def test_reduce_of_many_chunks(self, rank: int) -> None:
+        tensor = pattern(rank, (self.large,), _F32)
+        dist.reduce(tensor, dst=1)
+        parts = [pattern(r, (self.large,), _F32) for r in range(3)]
+        assert_same(tensor, folded("SUM", parts) if rank == 1 else parts[rank])
 
-        self.run(2, body)
-
-    def test_reduce_of_many_chunks(self) -> None:
-        def body(rank: int) -> None:
-            tensor = pattern(rank, (self.large,), _F32)
-            dist.reduce(tensor, dst=1)
-            parts = [pattern(r, (self.large,), _F32) for r in range(3)]
-            assert_same(tensor, folded("SUM", parts) if rank == 1 else parts[rank])
-
-        self.run(3, body)
-
-    def test_reduce_scatter(self, n: int, async_op: bool) -> None:
-        def body(rank: int) -> None:
-            for case in self.sums():
-                inputs = [case.make(rank + part) for part in range(n)]
-                output = case.blank()
-                finish(dist.reduce_scatter(output, inputs, async_op=async_op), async_op)
-                assert_same(output, folded("SUM", [case.value(r + rank) for r in range(n)]), case)
-
-        self.run(n, body)
+    @on_ranks()
+    def test_reduce_scatter(self, rank: int, n: int, async_op: bool) -> None:
+        for case in self.sums():
+            inputs = [case.make(rank + part) for part in range(n)]
+            output = case.blank()
+            finish(dist.reduce_scatter(output, inputs, async_op=async_op), async_op)
+            assert_same(output, folded("SUM", [case.value(r + rank) for r in range(n)]), case)
 
     @needs(Capability.UNEVEN_SIZES)
-    def test_reduce_scatter_of_uneven_tensors(self, n: int) -> None:
-        def body(rank: int) -> None:
-            inputs = [pattern(rank + part, (part, 2), _F32) for part in range(n)]
-            output = torch.zeros(rank, 2)
-            dist.reduce_scatter(output, inputs)
-            parts = [pattern(r + rank, (rank, 2), _F32) for r in range(n)]
-            assert_same(output, folded("SUM", parts))
+    @on_ranks()
+    def test_reduce_scatter_of_uneven_tensors(self, rank: int, n: int) -> None:
+        inputs = [pattern(rank + part, (part, 2), _F32) for part in range(n)]
+        output = torch.zeros(rank, 2)
+        dist.reduce_scatter(output, inputs)
+        parts = [pattern(r + rank, (rank, 2), _F32) for r in range(n)]
+        assert_same(output, folded("SUM", parts))
 
-        self.run(n, body)
+    @on_ranks(2)
+    def test_reduce_scatter_by_every_reduction(self, rank: int) -> None:
+        for op in REDUCE_OPS:
+            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
+                output = pattern(9, (5,), dtype)
+                inputs = [pattern(rank + part, (5,), dtype) for part in range(2)]
+                dist.reduce_scatter(output, inputs, op=reduce_op(op))
+                expected = folded(op, [pattern(r + rank, (5,), dtype) for r in range(2)])
+                assert_same(output, expected, f"{op} of {dtype}")
 
-    def test_reduce_scatter_by_every_reduction(self) -> None:
-        def body(rank: int) -> None:
-            for op in REDUCE_OPS:
-                for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                    output = pattern(9, (5,), dtype)
-                    inputs = [pattern(rank + part, (5,), dtype) for part in range(2)]
-                    dist.reduce_scatter(output, inputs, op=reduce_op(op))
-                    expected = folded(op, [pattern(r + rank, (5,), dtype) for r in range(2)])
-                    assert_same(output, expected, f"{op} of {dtype}")
+    @on_ranks()
+    def test_reduce_scatter_tensor(self, rank: int, n: int, async_op: bool) -> None:
+        for case in (case for case in self.sums() if case.shape):
+            rows, *rest = case.shape
+            whole = Case((n * rows, *rest), case.dtype, case.layout)
+            output = case.blank()
+            work = dist.reduce_scatter_tensor(output, whole.make(rank), async_op=async_op)
+            finish(work, async_op)
+            total = folded("SUM", [whole.value(r) for r in range(n)])
+            assert_same(output, total.narrow(0, rank * rows, rows), case)
 
-        self.run(2, body)
+    @on_ranks()
+    def test_reduce_scatter_tensor_of_a_stack(self, rank: int, n: int) -> None:
+        for shape in ((), (0,), (3, 2)):
+            output = torch.zeros(shape)
+            dist.reduce_scatter_tensor(output, pattern(rank, (n, *shape), _F32))
+            total = folded("SUM", [pattern(r, (n, *shape), _F32) for r in range(n)])
+            assert_same(output, total[rank])
 
-    def test_reduce_scatter_tensor(self, n: int, async_op: bool) -> None:
-        def body(rank: int) -> None:
-            for case in (case for case in self.sums() if case.shape):
-                rows, *rest = case.shape
-                whole = Case((n * rows, *rest), case.dtype, case.layout)
-                output = case.blank()
-                work = dist.reduce_scatter_tensor(output, whole.make(rank), async_op=async_op)
-                finish(work, async_op)
-                total = folded("SUM", [whole.value(r) for r in range(n)])
-                assert_same(output, total.narrow(0, rank * rows, rows), case)
-
-        self.run(n, body)
-
-    def test_reduce_scatter_tensor_of_a_stack(self, n: int) -> None:
-        def body(rank: int) -> None:
-            for shape in ((), (0,), (3, 2)):
-                output = torch.zeros(shape)
-                dist.reduce_scatter_tensor(output, pattern(rank, (n, *shape), _F32))
-                total = folded("SUM", [pattern(r, (n, *shape), _F32) for r in range(n)])
-                assert_same(output, total[rank])
-
-        self.run(n, body)
-
-    def test_reduce_scatter_tensor_of_many_chunks(self) -> None:
-        def body(rank: int) -> None:
-            output = torch.zeros(self.large)
-            dist.reduce_scatter_tensor(output, pattern(rank, (2 * self.large,), _F32))
-            total = folded("SUM", [pattern(r, (2 * self.large,), _F32) for r in range(2)])
-            assert_same(output, total.chunk(2)[rank])
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_reduce_scatter_tensor_of_many_chunks(self, rank: int) -> None:
+        output = torch.zeros(self.large)
+        dist.reduce_scatter_tensor(output, pattern(rank, (2 * self.large,), _F32))
+        total = folded("SUM", [pattern(r, (2 * self.large,), _F32) for r in range(2)])
+        assert_same(output, total.chunk(2)[rank])
 
 
 class PrecisionSuite(GroupSuite):
@@ -309,136 +264,112 @@ class PrecisionSuite(GroupSuite):
         assert all(other == first for other in others)
 
     @needs(Capability.RANK_ORDER)
-    def test_sums_are_taken_in_rank_order(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in (torch.float32, torch.float64, torch.complex64):
-                tensor = noise(rank, (1000,), dtype)
-                dist.all_reduce(tensor)
-                expected = folded("SUM", [noise(r, (1000,), dtype) for r in range(4)])
-                assert_same(tensor, expected, dtype)
-
-        self.run(4, body)
-
-    @needs(Capability.WIDE_SUMS)
-    def test_short_floats_accumulate_in_float32(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in (torch.float16, torch.bfloat16):
-                tensor = noise(rank, (1000,), dtype)
-                dist.all_reduce(tensor)
-                expected = folded("SUM", [noise(r, (1000,), dtype) for r in range(5)])
-                assert_same(tensor, expected, dtype)
-
-        self.run(5, body)
-
-    @needs(Capability.WIDE_SUMS)
-    def test_short_float_sums_do_not_overflow_on_the_way(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.tensor([60000.0 if rank < 2 else -60000.0], dtype=torch.float16)
+    @on_ranks(4)
+    def test_sums_are_taken_in_rank_order(self, rank: int) -> None:
+        for dtype in (torch.float32, torch.float64, torch.complex64):
+            tensor = noise(rank, (1000,), dtype)
             dist.all_reduce(tensor)
-            assert tensor.item() == 60000.0
-
-        self.run(3, body)
+            expected = folded("SUM", [noise(r, (1000,), dtype) for r in range(4)])
+            assert_same(tensor, expected, dtype)
 
     @needs(Capability.WIDE_SUMS)
-    def test_mean_of_short_floats_is_rounded_once(self) -> None:
-        def body(rank: int) -> None:
-            tensor = noise(rank, (1000,), torch.bfloat16)
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
-            wide = [noise(r, (1000,), torch.bfloat16).float() for r in range(3)]
-            assert_near(tensor, folded("AVG", wide))
+    @on_ranks(5)
+    def test_short_floats_accumulate_in_float32(self, rank: int) -> None:
+        for dtype in (torch.float16, torch.bfloat16):
+            tensor = noise(rank, (1000,), dtype)
+            dist.all_reduce(tensor)
+            expected = folded("SUM", [noise(r, (1000,), dtype) for r in range(5)])
+            assert_same(tensor, expected, dtype)
 
-        self.run(3, body)
+    @needs(Capability.WIDE_SUMS)
+    @on_ranks(3)
+    def test_short_float_sums_do_not_overflow_on_the_way(self, rank: int) -> None:
+        tensor = torch.tensor([60000.0 if rank < 2 else -60000.0], dtype=torch.float16)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 60000.0
+
+    @needs(Capability.WIDE_SUMS)
+    @on_ranks(3)
+    def test_mean_of_short_floats_is_rounded_once(self, rank: int) -> None:
+        tensor = noise(rank, (1000,), torch.bfloat16)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        wide = [noise(r, (1000,), torch.bfloat16).float() for r in range(3)]
+        assert_near(tensor, folded("AVG", wide))
 
     @needs(Capability.SAME_BITS)
-    def test_every_reducing_operation_gives_the_same_bits(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in (torch.float32, torch.bfloat16):
-                mine = noise(rank, (6, 101), dtype)
-                everywhere, at_root, part = mine.clone(), mine.clone(), mine[:2].clone()
-                dist.all_reduce(everywhere)
-                dist.reduce(at_root, dst=2)
-                dist.reduce_scatter_tensor(part, mine)
-                assert_same(part, everywhere.chunk(3)[rank], dtype)
-                if rank == 2:
-                    assert_same(at_root, everywhere, dtype)
-
-        self.run(3, body)
+    @on_ranks(3)
+    def test_every_reducing_operation_gives_the_same_bits(self, rank: int) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = noise(rank, (6, 101), dtype)
+            everywhere, at_root, part = mine.clone(), mine.clone(), mine[:2].clone()
+            dist.all_reduce(everywhere)
+            dist.reduce(at_root, dst=2)
+            dist.reduce_scatter_tensor(part, mine)
+            assert_same(part, everywhere.chunk(3)[rank], dtype)
+            if rank == 2:
+                assert_same(at_root, everywhere, dtype)
 
     @needs(Capability.SAME_BITS)
-    def test_bits_do_not_depend_on_what_else_is_in_the_tensor(self) -> None:
-        def body(rank: int) -> None:
-            whole = noise(rank, (300_003,), _F32)
-            pieces = [whole[:1].clone(), whole[7:1000].clone(), whole[-33:].clone()]
-            dist.all_reduce(whole)
-            for piece, where in zip(pieces, (whole[:1], whole[7:1000], whole[-33:]), strict=True):
-                dist.all_reduce(piece)
-                assert_same(piece, where)
-
-        self.run(3, body)
+    @on_ranks(3)
+    def test_bits_do_not_depend_on_what_else_is_in_the_tensor(self, rank: int) -> None:
+        whole = noise(rank, (300_003,), _F32)
+        pieces = [whole[:1].clone(), whole[7:1000].clone(), whole[-33:].clone()]
+        dist.all_reduce(whole)
+        for piece, where in zip(pieces, (whole[:1], whole[7:1000], whole[-33:]), strict=True):
+            dist.all_reduce(piece)
+            assert_same(piece, where)
 
     @needs(Capability.NAN)
-    def test_minimum_and_maximum_hand_on_nan(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in FLOATS:
-                for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-                    for culprit in range(3):
-                        value = float("nan") if rank == culprit else float(rank)
-                        tensor = torch.full((19,), value, dtype=dtype)
-                        dist.all_reduce(tensor, op=op)
-                        assert tensor.isnan().all(), (dtype, op, culprit)
-
-        self.run(3, body)
-
-    def test_infinities_and_nan_survive_a_sum(self) -> None:
-        def body(rank: int) -> None:
-            for dtype in FLOATS:
-                inf, nan = float("inf"), float("nan")
-                mine = [inf, inf, -inf] if rank == 0 else [1.0, -inf, -inf]
-                tensor = torch.tensor([*mine, nan if rank else 0.0], dtype=dtype)
-                dist.all_reduce(tensor)
-                assert tensor[[0, 2]].tolist() == [inf, -inf]
-                assert tensor[[1, 3]].isnan().all()
-
-        self.run(2, body)
-
-    def test_integers_wrap(self) -> None:
-        def body(rank: int) -> None:
-            small = torch.tensor([100, -100], dtype=torch.int8)
-            dist.all_reduce(small)
-            assert small.tolist() == [-56, 56]
-            byte = torch.tensor([200], dtype=torch.uint8)
-            dist.all_reduce(byte)
-            assert byte.tolist() == [144]
-
-        self.run(2, body)
-
-    def test_unsigned_integers_have_no_sign(self) -> None:
-        def body(rank: int) -> None:
-            unsigned = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-            for dtype in (dtype for dtype in unsigned if self.reduces("MIN", dtype)):
-                top = torch.iinfo(dtype).max
-                for op, expected in ((dist.ReduceOp.MIN, 1), (dist.ReduceOp.MAX, top)):
-                    tensor = torch.tensor([top if rank else 1] * 37, dtype=dtype)
+    @on_ranks(3)
+    def test_minimum_and_maximum_hand_on_nan(self, rank: int) -> None:
+        for dtype in FLOATS:
+            for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+                for culprit in range(3):
+                    value = float("nan") if rank == culprit else float(rank)
+                    tensor = torch.full((19,), value, dtype=dtype)
                     dist.all_reduce(tensor, op=op)
-                    assert tensor.tolist() == [expected] * 37
+                    assert tensor.isnan().all(), (dtype, op, culprit)
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_infinities_and_nan_survive_a_sum(self, rank: int) -> None:
+        for dtype in FLOATS:
+            inf, nan = float("inf"), float("nan")
+            mine = [inf, inf, -inf] if rank == 0 else [1.0, -inf, -inf]
+            tensor = torch.tensor([*mine, nan if rank else 0.0], dtype=dtype)
+            dist.all_reduce(tensor)
+            assert tensor[[0, 2]].tolist() == [inf, -inf]
+            assert tensor[[1, 3]].isnan().all()
 
-    def test_signed_integers_order_by_sign(self) -> None:
-        def body(rank: int) -> None:
-            signed = (torch.int8, torch.int16, torch.int32, torch.int64)
-            for dtype in (dtype for dtype in signed if self.reduces("MIN", dtype)):
-                tensor = torch.tensor([-5 if rank else 5] * 37, dtype=dtype)
-                dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-                assert tensor.tolist() == [-5] * 37
+    @on_ranks(2)
+    def test_integers_wrap(self, rank: int) -> None:
+        small = torch.tensor([100, -100], dtype=torch.int8)
+        dist.all_reduce(small)
+        assert small.tolist() == [-56, 56]
+        byte = torch.tensor([200], dtype=torch.uint8)
+        dist.all_reduce(byte)
+        assert byte.tolist() == [144]
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_unsigned_integers_have_no_sign(self, rank: int) -> None:
+        unsigned = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+        for dtype in (dtype for dtype in unsigned if self.reduces("MIN", dtype)):
+            top = torch.iinfo(dtype).max
+            for op, expected in ((dist.ReduceOp.MIN, 1), (dist.ReduceOp.MAX, top)):
+                tensor = torch.tensor([top if rank else 1] * 37, dtype=dtype)
+                dist.all_reduce(tensor, op=op)
+                assert tensor.tolist() == [expected] * 37
 
-    def test_bytes_of_a_bool_stay_zero_or_one(self) -> None:
-        def body(rank: int) -> None:
-            for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
-                tensor = pattern(rank, (50,), torch.bool)
-                dist.all_reduce(tensor, op=reduce_op(op))
-                assert int(bits(tensor).max()) <= 1, op
+    @on_ranks(2)
+    def test_signed_integers_order_by_sign(self, rank: int) -> None:
+        signed = (torch.int8, torch.int16, torch.int32, torch.int64)
+        for dtype in (dtype for dtype in signed if self.reduces("MIN", dtype)):
+            tensor = torch.tensor([-5 if rank else 5] * 37, dtype=dtype)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+            assert tensor.tolist() == [-5] * 37
 
-        self.run(5, body)
+    @on_ranks(5)
+    def test_bytes_of_a_bool_stay_zero_or_one(self, rank: int) -> None:
+        for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+            tensor = pattern(rank, (50,), torch.bool)
+            dist.all_reduce(tensor, op=reduce_op(op))
+            assert int(bits(tensor).max()) <= 1, op

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilework.distributed as dist
-from tilework.testing.groups.base import GroupSuite, finish, refused
+from tilework.testing.groups.base import GroupSuite, finish, on_ranks, refused
 from tilework.testing.groups.values import assert_same, pattern
 
 _F32 = torch.float32
@@ -15,221 +15,187 @@ _OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 class SubGroupSuite(GroupSuite):
     """new_group and related functions."""
 
-    def test_operations_in_a_sub_group(self, async_op: bool) -> None:
+    @on_ranks(4)
+    def test_operations_in_a_sub_group(self, rank: int, async_op: bool) -> None:
         members = [1, 3]
+        group = dist.new_group(members)
+        if rank not in members:
+            assert group == _OUTSIDE
+            return
+        assert group is not None
+        assert dist.get_group_rank(group, rank) == members.index(rank)
+        tensor = torch.full((2,), float(rank))
+        finish(dist.broadcast(tensor, src=3, group=group, async_op=async_op), async_op)
+        assert tensor.tolist() == [3.0, 3.0]
+        finish(dist.all_reduce(tensor, group=group, async_op=async_op), async_op)
+        assert tensor.tolist() == [6.0, 6.0]
+        finish(dist.reduce(tensor, dst=1, group=group, async_op=async_op), async_op)
+        assert tensor.tolist() == [12.0 if rank == 1 else 6.0] * 2
 
-        def body(rank: int) -> None:
-            group = dist.new_group(members)
-            if rank not in members:
-                assert group == _OUTSIDE
-                return
-            assert group is not None
-            assert dist.get_group_rank(group, rank) == members.index(rank)
-            tensor = torch.full((2,), float(rank))
-            finish(dist.broadcast(tensor, src=3, group=group, async_op=async_op), async_op)
-            assert tensor.tolist() == [3.0, 3.0]
-            finish(dist.all_reduce(tensor, group=group, async_op=async_op), async_op)
-            assert tensor.tolist() == [6.0, 6.0]
-            finish(dist.reduce(tensor, dst=1, group=group, async_op=async_op), async_op)
-            assert tensor.tolist() == [12.0 if rank == 1 else 6.0] * 2
+    @on_ranks(3)
+    def test_roots_are_global_ranks(self, rank: int) -> None:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return
+        outputs = [torch.zeros(2), torch.zeros(2)] if rank == 2 else None
+        dist.gather(torch.full((2,), float(rank)), outputs, dst=2, group=group)
+        if outputs is not None:
+            assert [t.tolist() for t in outputs] == [[1.0] * 2, [2.0] * 2]
+        tensor = torch.zeros(1)
+        parts = [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 2 else None
+        dist.scatter(tensor, parts, src=2, group=group)
+        assert tensor.item() == 4.0 + rank
 
-        self.run(4, body)
+    @on_ranks(3)
+    def test_roots_may_be_given_as_group_ranks(self, rank: int) -> None:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return
+        tensor = torch.tensor([float(rank)])
+        dist.broadcast(tensor, group=group, group_src=1)
+        assert tensor.item() == 2.0
+        dist.reduce(tensor, group=group, group_dst=0)
+        assert tensor.item() == (4.0 if rank == 1 else 2.0)
+        with refused():
+            dist.broadcast(tensor, src=1, group=group, group_src=0)
 
-    def test_roots_are_global_ranks(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([1, 2])
-            if rank == 0:
-                return
-            outputs = [torch.zeros(2), torch.zeros(2)] if rank == 2 else None
-            dist.gather(torch.full((2,), float(rank)), outputs, dst=2, group=group)
-            if outputs is not None:
-                assert [t.tolist() for t in outputs] == [[1.0] * 2, [2.0] * 2]
+    @on_ranks(3)
+    def test_messages_name_global_ranks(self, rank: int) -> None:
+        group = dist.new_group([1, 2])
+        if rank == 2:
+            dist.send(torch.tensor([7.0]), dst=1, group=group)
+            dist.send(torch.tensor([8.0]), dst=1, group=group)
+        elif rank == 1:
             tensor = torch.zeros(1)
-            parts = [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 2 else None
-            dist.scatter(tensor, parts, src=2, group=group)
-            assert tensor.item() == 4.0 + rank
+            assert dist.recv(tensor, src=2, group=group) == 2
+            assert tensor.item() == 7.0
+            assert dist.recv(tensor, group=group) == 2
+            assert tensor.item() == 8.0
 
-        self.run(3, body)
+    @on_ranks(3)
+    def test_a_root_outside_the_group_is_refused(self, rank: int) -> None:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return
+        with refused("0"):
+            dist.broadcast(torch.ones(1), src=0, group=group)
+        dist.barrier(group=group)
 
-    def test_roots_may_be_given_as_group_ranks(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([1, 2])
-            if rank == 0:
-                return
-            tensor = torch.tensor([float(rank)])
-            dist.broadcast(tensor, group=group, group_src=1)
-            assert tensor.item() == 2.0
-            dist.reduce(tensor, group=group, group_dst=0)
-            assert tensor.item() == (4.0 if rank == 1 else 2.0)
-            with refused():
-                dist.broadcast(tensor, src=1, group=group, group_src=0)
-
-        self.run(3, body)
-
-    def test_messages_name_global_ranks(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([1, 2])
-            if rank == 2:
-                dist.send(torch.tensor([7.0]), dst=1, group=group)
-                dist.send(torch.tensor([8.0]), dst=1, group=group)
-            elif rank == 1:
-                tensor = torch.zeros(1)
-                assert dist.recv(tensor, src=2, group=group) == 2
-                assert tensor.item() == 7.0
-                assert dist.recv(tensor, group=group) == 2
-                assert tensor.item() == 8.0
-
-        self.run(3, body)
-
-    def test_a_root_outside_the_group_is_refused(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([1, 2])
-            if rank == 0:
-                return
-            with refused("0"):
-                dist.broadcast(torch.ones(1), src=0, group=group)
-            dist.barrier(group=group)
-
-        self.run(3, body)
-
-    def test_overlapping_groups_at_once(self) -> None:
+    @on_ranks(4)
+    def test_overlapping_groups_at_once(self, rank: int) -> None:
         pairs = [(0, 1), (1, 2), (2, 3), (0, 3)]
+        groups = {pair: dist.new_group(list(pair)) for pair in pairs}
+        mine = {pair: group for pair, group in groups.items() if rank in pair}
+        tensors = {pair: torch.full((100,), float(rank)) for pair in mine}
+        works = [
+            dist.all_reduce(tensors[pair], group=group, async_op=True)
+            for pair, group in mine.items()
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for pair, tensor in tensors.items():
+            assert set(tensor.tolist()) == {float(sum(pair))}
 
-        def body(rank: int) -> None:
-            groups = {pair: dist.new_group(list(pair)) for pair in pairs}
-            mine = {pair: group for pair, group in groups.items() if rank in pair}
-            tensors = {pair: torch.full((100,), float(rank)) for pair in mine}
-            works = [
-                dist.all_reduce(tensors[pair], group=group, async_op=True)
-                for pair, group in mine.items()
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
-            for pair, tensor in tensors.items():
-                assert set(tensor.tolist()) == {float(sum(pair))}
+    @on_ranks(2)
+    def test_one_group_need_not_wait_for_another(self, rank: int) -> None:
+        first, second = dist.new_group(), dist.new_group()
+        tensor, other = torch.ones(1), torch.ones(1)
+        # Ranks take the two groups in opposite orders: no order between groups is promised.
+        groups = [(first, tensor), (second, other)][:: 1 if rank == 0 else -1]
+        works = [dist.all_reduce(t, group=g, async_op=True) for g, t in groups]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert tensor.item() == other.item() == 2.0
 
-        self.run(4, body)
+    @on_ranks(3)
+    def test_a_group_of_one(self, rank: int) -> None:
+        groups = [dist.new_group([r]) for r in range(3)]
+        tensor = torch.full((2,), float(rank))
+        dist.all_reduce(tensor, group=groups[rank])
+        dist.broadcast(tensor, src=rank, group=groups[rank])
+        dist.barrier(group=groups[rank])
+        assert tensor.tolist() == [float(rank)] * 2
 
-    def test_one_group_need_not_wait_for_another(self) -> None:
-        def body(rank: int) -> None:
-            first, second = dist.new_group(), dist.new_group()
-            tensor, other = torch.ones(1), torch.ones(1)
-            # Ranks take the two groups in opposite orders: no order between groups is promised.
-            groups = [(first, tensor), (second, other)][:: 1 if rank == 0 else -1]
-            works = [dist.all_reduce(t, group=g, async_op=True) for g, t in groups]
-            for work in works:
-                assert work is not None
-                work.wait()
-            assert tensor.item() == other.item() == 2.0
-
-        self.run(2, body)
-
-    def test_a_group_of_one(self) -> None:
-        def body(rank: int) -> None:
-            groups = [dist.new_group([r]) for r in range(3)]
-            tensor = torch.full((2,), float(rank))
-            dist.all_reduce(tensor, group=groups[rank])
-            dist.broadcast(tensor, src=rank, group=groups[rank])
-            dist.barrier(group=groups[rank])
-            assert tensor.tolist() == [float(rank)] * 2
-
-        self.run(3, body)
-
-    def test_the_same_ranks_again_make_another_group(self) -> None:
-        def body(rank: int) -> None:
-            groups = [dist.new_group([0, 1]) for _ in range(3)]
-            for i, group in enumerate(groups):
-                tensor = torch.tensor([float(rank + i)])
-                dist.all_reduce(tensor, group=group)
-                assert tensor.item() == 2 * i + 1
-            assert len({id(group) for group in groups}) == 3
-
-        self.run(2, body)
-
-    def test_ranks_are_sorted(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([2, 0, 1])
-            assert dist.get_process_group_ranks(group) == [0, 1, 2]
-            assert dist.get_rank(group) == rank
-
-        self.run(3, body)
-
-    def test_impossible_groups_are_refused(self) -> None:
-        def body(rank: int) -> None:
-            for ranks in ([0, 2], [-1, 0], [0, 0], [0, 1, 1]):
-                with refused():
-                    dist.new_group(ranks)
-            dist.barrier()
-
-        self.run(2, body)
-
-    def test_local_synchronization_needs_members_only(self) -> None:
-        def body(rank: int) -> None:
-            if rank == 3:
-                return
-            members = [0, 2]
-            if rank == 1:
-                assert dist.new_group(members, use_local_synchronization=True) is None
-                return
-            group = dist.new_group(members, use_local_synchronization=True)
-            tensor = torch.ones(1)
+    @on_ranks(2)
+    def test_the_same_ranks_again_make_another_group(self, rank: int) -> None:
+        groups = [dist.new_group([0, 1]) for _ in range(3)]
+        for i, group in enumerate(groups):
+            tensor = torch.tensor([float(rank + i)])
             dist.all_reduce(tensor, group=group)
-            assert tensor.item() == 2.0
+            assert tensor.item() == 2 * i + 1
+        assert len({id(group) for group in groups}) == 3
 
-        self.run(4, body)
+    @on_ranks(3)
+    def test_ranks_are_sorted(self, rank: int) -> None:
+        group = dist.new_group([2, 0, 1])
+        assert dist.get_process_group_ranks(group) == [0, 1, 2]
+        assert dist.get_rank(group) == rank
 
-    def test_new_subgroups_of_a_size(self) -> None:
-        def body(rank: int) -> None:
-            mine, everyone = dist.new_subgroups(group_size=2)
-            assert len(everyone) == 2
-            base = rank // 2 * 2
-            assert dist.get_process_group_ranks(mine) == [base, base + 1]
-            outputs = [torch.zeros(1), torch.zeros(1)]
-            dist.all_gather(outputs, torch.tensor([float(rank)]), group=mine)
-            assert [t.item() for t in outputs] == [base, base + 1]
+    @on_ranks(2)
+    def test_impossible_groups_are_refused(self, rank: int) -> None:
+        for ranks in ([0, 2], [-1, 0], [0, 0], [0, 1, 1]):
             with refused():
-                dist.new_subgroups(group_size=3)
+                dist.new_group(ranks)
+        dist.barrier()
 
-        self.run(4, body)
+    @on_ranks(4)
+    def test_local_synchronization_needs_members_only(self, rank: int) -> None:
+        if rank == 3:
+            return
+        members = [0, 2]
+        if rank == 1:
+            assert dist.new_group(members, use_local_synchronization=True) is None
+            return
+        group = dist.new_group(members, use_local_synchronization=True)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 2.0
 
-    def test_new_subgroups_by_enumeration(self) -> None:
-        def body(rank: int) -> None:
-            mine, everyone = dist.new_subgroups_by_enumeration([[0, 2], [3, 1]])
-            assert len(everyone) == 2
-            assert mine is not None
-            members = [0, 2] if rank in (0, 2) else [1, 3]
-            assert dist.get_process_group_ranks(mine) == members
-            tensor = torch.tensor([float(rank)])
-            dist.all_reduce(tensor, group=mine)
-            assert tensor.item() == sum(members)
-            with refused():
-                dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
+    @on_ranks(4)
+    def test_new_subgroups_of_a_size(self, rank: int) -> None:
+        mine, everyone = dist.new_subgroups(group_size=2)
+        assert len(everyone) == 2
+        base = rank // 2 * 2
+        assert dist.get_process_group_ranks(mine) == [base, base + 1]
+        outputs = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(outputs, torch.tensor([float(rank)]), group=mine)
+        assert [t.item() for t in outputs] == [base, base + 1]
+        with refused():
+            dist.new_subgroups(group_size=3)
 
-        self.run(4, body)
+    @on_ranks(4)
+    def test_new_subgroups_by_enumeration(self, rank: int) -> None:
+        mine, everyone = dist.new_subgroups_by_enumeration([[0, 2], [3, 1]])
+        assert len(everyone) == 2
+        assert mine is not None
+        members = [0, 2] if rank in (0, 2) else [1, 3]
+        assert dist.get_process_group_ranks(mine) == members
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=mine)
+        assert tensor.item() == sum(members)
+        with refused():
+            dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
 
-    def test_a_destroyed_group_leaves_the_others(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([0, 1])
-            dist.all_reduce(torch.ones(1), group=group)
-            dist.destroy_process_group(group)
-            dist.barrier()
-            again = dist.new_group([0, 1])
-            tensor = pattern(rank, (3,), _F32)
-            dist.broadcast(tensor, src=1, group=again)
-            assert_same(tensor, pattern(1, (3,), _F32))
+    @on_ranks(2)
+    def test_a_destroyed_group_leaves_the_others(self, rank: int) -> None:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+        again = dist.new_group([0, 1])
+        tensor = pattern(rank, (3,), _F32)
+        dist.broadcast(tensor, src=1, group=again)
+        assert_same(tensor, pattern(1, (3,), _F32))
 
-        self.run(2, body)
-
-    def test_uneven_exchange_within_a_sub_group(self) -> None:
-        def body(rank: int) -> None:
-            group = dist.new_group([0, 2])
-            if rank == 1:
-                return
-            me = rank // 2
-            output = torch.zeros(me + 1 + me + 1)
-            mine = torch.full((3,), float(rank))
-            dist.all_to_all_single(output, mine, [me + 1, me + 1], [1, 2], group=group)
-            assert output.tolist() == [0.0] * (me + 1) + [2.0] * (me + 1)
-
-        self.run(3, body)
+    @on_ranks(3)
+    def test_uneven_exchange_within_a_sub_group(self, rank: int) -> None:
+        group = dist.new_group([0, 2])
+        if rank == 1:
+            return
+        me = rank // 2
+        output = torch.zeros(me + 1 + me + 1)
+        mine = torch.full((3,), float(rank))
+        dist.all_to_all_single(output, mine, [me + 1, me + 1], [1, 2], group=group)
+        assert output.tolist() == [0.0] * (me + 1) + [2.0] * (me + 1)

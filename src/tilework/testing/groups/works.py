@@ -15,6 +15,7 @@ from tilework.testing.groups.base import (
     GroupSuite,
     failure_of,
     inside,
+    on_ranks,
     refused,
     started,
     still_works,
@@ -27,167 +28,141 @@ _F32 = torch.float32
 class WorkSuite(GroupSuite):
     """Work and its future."""
 
-    def test_a_started_operation_waits_for_its_peers(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.ones(4)
-            if rank == 1:
-                time.sleep(0.15)
-                assert started(dist.all_reduce(tensor, async_op=True)).wait()
-                return
-            work = started(dist.all_reduce(tensor, async_op=True))
-            assert not work.is_completed()
-            assert work.exception() is None
-            work.wait(timeout=LONG)
-            assert work.is_completed()
-            assert work.is_success()
-            assert tensor.tolist() == [2.0] * 4
+    @on_ranks(2)
+    def test_a_started_operation_waits_for_its_peers(self, rank: int) -> None:
+        tensor = torch.ones(4)
+        if rank == 1:
+            time.sleep(0.15)
+            assert started(dist.all_reduce(tensor, async_op=True)).wait()
+            return
+        work = started(dist.all_reduce(tensor, async_op=True))
+        assert not work.is_completed()
+        assert work.exception() is None
+        work.wait(timeout=LONG)
+        assert work.is_completed()
+        assert work.is_success()
+        assert tensor.tolist() == [2.0] * 4
 
-        self.run(2, body)
-
-    def test_wait_gives_up_but_the_operation_goes_on(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.ones(1)
-            store = dist.get_default_store()
-            if rank == 1:
-                store.wait(["rank 0 has given up"])
-                dist.all_reduce(tensor)
-                return
-            work = started(dist.all_reduce(tensor, async_op=True))
-            error = failure_of(lambda: work.wait(timeout=timedelta(milliseconds=50)))
-            assert error.kind is CollectiveTimeoutError
-            with refused("write timedelta(seconds=0.5)"):
-                work.wait(0.5)  # type: ignore[arg-type]
-            store.set("rank 0 has given up", "")
-            assert work.wait()
-            assert tensor.item() == 2.0
-
-        self.run(2, body)
-
-    def test_wait_may_be_called_again(self) -> None:
-        def body(rank: int) -> None:
-            work = started(dist.all_reduce(torch.ones(1), async_op=True))
-            assert work.wait()
-            assert work.wait()
-            assert work.wait(timeout=LONG)
-
-        self.run(2, body)
-
-    def test_the_future_gives_the_outputs(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.full((3,), float(rank))
-            future = started(dist.all_reduce(tensor, async_op=True)).get_future()
-            assert [t.tolist() for t in future.wait()] == [[1.0] * 3]
-            assert future.done()
-
-        self.run(2, body)
-
-    def test_futures_chain(self) -> None:
-        def body(rank: int) -> None:
-            if rank == 1:
-                time.sleep(0.05)
-            work = started(dist.all_reduce(torch.full((3,), 4.0), async_op=True))
-            chained = work.get_future().then(lambda done: done.value()[0] / 2)
-            assert chained.wait().tolist() == [4.0] * 3
-
-        self.run(2, body)
-
-    def test_a_callback_may_wait_for_more_work_of_its_group(self) -> None:
-        def body(rank: int) -> None:
-            first, second = torch.ones(3), torch.ones(2)
-
-            def more(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-                work = started(dist.all_reduce(second, async_op=True))
-                return done.value()[0][:2] + work.get_future().wait()[0]
-
-            future = started(dist.all_reduce(first, async_op=True)).get_future()
-            assert future.then(more).wait().tolist() == [4.0, 4.0]
-
-        self.run(2, body)
-
-    def test_result_holds_the_outputs(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.ones(2)
-            work = started(dist.broadcast(tensor, src=0, async_op=True))
-            work.wait()
-            assert [t.data_ptr() for t in work.result()] == [tensor.data_ptr()]
-
-        self.run(2, body)
-
-    def test_many_operations_in_flight_end_in_order(self) -> None:
-        def body(rank: int) -> None:
-            time.sleep(0.03 * rank)
-            tensors = [pattern(rank + i, (100 * i,), _F32) for i in range(20)]
-            works = [started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
-            works[-1].wait()
-            assert all(work.is_completed() for work in works)
-            for i, tensor in enumerate(tensors):
-                parts = [pattern(r + i, (100 * i,), _F32) for r in range(3)]
-                assert_same(tensor, folded("SUM", parts))
-
-        self.run(3, body)
-
-    def test_different_operations_in_flight(self) -> None:
-        def body(rank: int) -> None:
-            total, news = torch.ones(3), torch.full((2,), float(rank))
-            everyone = [torch.zeros(1) for _ in range(3)]
-            works = [
-                dist.all_reduce(total, async_op=True),
-                dist.broadcast(news, src=2, async_op=True),
-                dist.all_gather(everyone, torch.tensor([float(rank)]), async_op=True),
-                dist.barrier(async_op=True),
-            ]
-            for work in reversed(works):
-                started(work).wait()
-            assert total.tolist() == [3.0] * 3
-            assert news.tolist() == [2.0] * 2
-            assert [t.item() for t in everyone] == [0.0, 1.0, 2.0]
-
-        self.run(3, body)
-
-    def test_a_synchronous_operation_comes_after_those_in_flight(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.ones(50_000)
-            works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    @on_ranks(2)
+    def test_wait_gives_up_but_the_operation_goes_on(self, rank: int) -> None:
+        tensor = torch.ones(1)
+        store = dist.get_default_store()
+        if rank == 1:
+            store.wait(["rank 0 has given up"])
             dist.all_reduce(tensor)
-            assert set(tensor.tolist()) == {16.0}
-            assert all(started(work).is_completed() for work in works)
+            return
+        work = started(dist.all_reduce(tensor, async_op=True))
+        error = failure_of(lambda: work.wait(timeout=timedelta(milliseconds=50)))
+        assert error.kind is CollectiveTimeoutError
+        with refused("write timedelta(seconds=0.5)"):
+            work.wait(0.5)  # type: ignore[arg-type]
+        store.set("rank 0 has given up", "")
+        assert work.wait()
+        assert tensor.item() == 2.0
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_wait_may_be_called_again(self, rank: int) -> None:
+        work = started(dist.all_reduce(torch.ones(1), async_op=True))
+        assert work.wait()
+        assert work.wait()
+        assert work.wait(timeout=LONG)
 
-    def test_inputs_may_be_forgotten_while_under_way(self) -> None:
-        def body(rank: int) -> None:
-            works = []
-            outputs = [torch.zeros(2, 1000) for _ in range(10)]
-            for i, output in enumerate(outputs):
-                scratch = pattern(rank + i, (1000,), _F32)
-                works.append(dist.all_gather_into_tensor(output, scratch, async_op=True))
-                del scratch
-            for i, (work, output) in enumerate(zip(works, outputs, strict=True)):
-                started(work).wait()
-                assert_same(output[1], pattern(1 + i, (1000,), _F32))
+    @on_ranks(2)
+    def test_the_future_gives_the_outputs(self, rank: int) -> None:
+        tensor = torch.full((3,), float(rank))
+        future = started(dist.all_reduce(tensor, async_op=True)).get_future()
+        assert [t.tolist() for t in future.wait()] == [[1.0] * 3]
+        assert future.done()
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_futures_chain(self, rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.05)
+        work = started(dist.all_reduce(torch.full((3,), 4.0), async_op=True))
+        chained = work.get_future().then(lambda done: done.value()[0] / 2)
+        assert chained.wait().tolist() == [4.0] * 3
 
-    def test_unwaited_work_is_no_trouble(self) -> None:
-        def body(rank: int) -> None:
-            for _ in range(10):
-                dist.all_reduce(torch.ones(10), async_op=True)
-            still_works(2)
+    @on_ranks(2)
+    def test_a_callback_may_wait_for_more_work_of_its_group(self, rank: int) -> None:
+        first, second = torch.ones(3), torch.ones(2)
 
-        self.run(2, body)
+        def more(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            work = started(dist.all_reduce(second, async_op=True))
+            return done.value()[0][:2] + work.get_future().wait()[0]
 
-    def test_sequence_numbers_count_collectives(self) -> None:
-        def body(rank: int) -> None:
-            group = inside(dist.new_group([0, 1]))
-            start = group.get_sequence_number_for_group()
-            for i in range(5):
-                dist.all_reduce(torch.ones(1), group=group)
-                assert group.get_sequence_number_for_group() == start + i + 1
-            work = started(dist.all_reduce(torch.ones(1), group=group, async_op=True))
-            assert group.get_sequence_number_for_group() == start + 6
-            work.wait()
+        future = started(dist.all_reduce(first, async_op=True)).get_future()
+        assert future.then(more).wait().tolist() == [4.0, 4.0]
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_result_holds_the_outputs(self, rank: int) -> None:
+        tensor = torch.ones(2)
+        work = started(dist.broadcast(tensor, src=0, async_op=True))
+        work.wait()
+        assert [t.data_ptr() for t in work.result()] == [tensor.data_ptr()]
+
+    @on_ranks(3)
+    def test_many_operations_in_flight_end_in_order(self, rank: int) -> None:
+        time.sleep(0.03 * rank)
+        tensors = [pattern(rank + i, (100 * i,), _F32) for i in range(20)]
+        works = [started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
+        works[-1].wait()
+        assert all(work.is_completed() for work in works)
+        for i, tensor in enumerate(tensors):
+            parts = [pattern(r + i, (100 * i,), _F32) for r in range(3)]
+            assert_same(tensor, folded("SUM", parts))
+
+    @on_ranks(3)
+    def test_different_operations_in_flight(self, rank: int) -> None:
+        total, news = torch.ones(3), torch.full((2,), float(rank))
+        everyone = [torch.zeros(1) for _ in range(3)]
+        works = [
+            dist.all_reduce(total, async_op=True),
+            dist.broadcast(news, src=2, async_op=True),
+            dist.all_gather(everyone, torch.tensor([float(rank)]), async_op=True),
+            dist.barrier(async_op=True),
+        ]
+        for work in reversed(works):
+            started(work).wait()
+        assert total.tolist() == [3.0] * 3
+        assert news.tolist() == [2.0] * 2
+        assert [t.item() for t in everyone] == [0.0, 1.0, 2.0]
+
+    @on_ranks(2)
+    def test_a_synchronous_operation_comes_after_those_in_flight(self, rank: int) -> None:
+        tensor = torch.ones(50_000)
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+        dist.all_reduce(tensor)
+        assert set(tensor.tolist()) == {16.0}
+        assert all(started(work).is_completed() for work in works)
+
+    @on_ranks(2)
+    def test_inputs_may_be_forgotten_while_under_way(self, rank: int) -> None:
+        works = []
+        outputs = [torch.zeros(2, 1000) for _ in range(10)]
+        for i, output in enumerate(outputs):
+            scratch = pattern(rank + i, (1000,), _F32)
+            works.append(dist.all_gather_into_tensor(output, scratch, async_op=True))
+            del scratch
+        for i, (work, output) in enumerate(zip(works, outputs, strict=True)):
+            started(work).wait()
+            assert_same(output[1], pattern(1 + i, (1000,), _F32))
+
+    @on_ranks(2)
+    def test_unwaited_work_is_no_trouble(self, rank: int) -> None:
+        for _ in range(10):
+            dist.all_reduce(torch.ones(10), async_op=True)
+        still_works(2)
+
+    @on_ranks(2)
+    def test_sequence_numbers_count_collectives(self, rank: int) -> None:
+        group = inside(dist.new_group([0, 1]))
+        start = group.get_sequence_number_for_group()
+        for i in range(5):
+            dist.all_reduce(torch.ones(1), group=group)
+            assert group.get_sequence_number_for_group() == start + i + 1
+        work = started(dist.all_reduce(torch.ones(1), group=group, async_op=True))
+        assert group.get_sequence_number_for_group() == start + 6
+        work.wait()
 
 
 def mine(rank: int, *shape: int) -> torch.Tensor:
@@ -203,120 +178,100 @@ def here() -> dist.ProcessGroup:
 class MethodSuite(GroupSuite):
     """Every method of ProcessGroup, called with lists of one tensor as backends are."""
 
-    def test_it_knows_itself(self) -> None:
-        def body(rank: int) -> None:
-            group = here()
-            assert isinstance(group, dist.ProcessGroup)
-            assert (group.rank(), group.size()) == (rank, 2)
-            assert group.name() == group.getBackendName() == dist.get_backend()
+    @on_ranks(2)
+    def test_it_knows_itself(self, rank: int) -> None:
+        group = here()
+        assert isinstance(group, dist.ProcessGroup)
+        assert (group.rank(), group.size()) == (rank, 2)
+        assert group.name() == group.getBackendName() == dist.get_backend()
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_allreduce(self, rank: int) -> None:
+        tensor = mine(rank)
+        here().allreduce([tensor]).wait()
+        assert_same(tensor, folded("SUM", [mine(r) for r in range(2)]))
+        tensor = mine(rank)
+        here().allreduce([tensor], dist.Options(reduceOp=dist.ReduceOp.MAX)).wait()
+        assert_same(tensor, folded("MAX", [mine(r) for r in range(2)]))
 
-    def test_allreduce(self) -> None:
-        def body(rank: int) -> None:
-            tensor = mine(rank)
-            here().allreduce([tensor]).wait()
-            assert_same(tensor, folded("SUM", [mine(r) for r in range(2)]))
-            tensor = mine(rank)
-            here().allreduce([tensor], dist.Options(reduceOp=dist.ReduceOp.MAX)).wait()
-            assert_same(tensor, folded("MAX", [mine(r) for r in range(2)]))
+    @on_ranks(2)
+    def test_broadcast_and_reduce(self, rank: int) -> None:
+        news = mine(rank)
+        here().broadcast([news], dist.Options(rootRank=1)).wait()
+        assert_same(news, mine(1))
+        tensor = mine(rank)
+        here().reduce([tensor], dist.Options(rootRank=1)).wait()
+        assert_same(tensor, folded("SUM", [mine(0), mine(1)]) if rank == 1 else mine(0))
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_gathering(self, rank: int) -> None:
+        outputs = [torch.zeros(4), torch.zeros(4)]
+        here().allgather([outputs], [mine(rank)]).wait()
+        into = torch.zeros(8)
+        here().allgather_into_tensor(into, mine(rank)).wait()
+        assert_same(into, torch.cat([mine(0), mine(1)]))
+        assert_same(into, torch.cat(outputs))
+        opts = dist.Options(rootRank=1)
+        at_root = [[torch.zeros(4), torch.zeros(4)]] if rank == 1 else []
+        here().gather(at_root, [mine(rank)], opts).wait()
+        if rank == 1:
+            assert_same(torch.cat(at_root[0]), into)
 
-    def test_broadcast_and_reduce(self) -> None:
-        def body(rank: int) -> None:
-            news = mine(rank)
-            here().broadcast([news], dist.Options(rootRank=1)).wait()
-            assert_same(news, mine(1))
-            tensor = mine(rank)
-            here().reduce([tensor], dist.Options(rootRank=1)).wait()
-            assert_same(tensor, folded("SUM", [mine(0), mine(1)]) if rank == 1 else mine(0))
+    @on_ranks(2)
+    def test_scattering(self, rank: int) -> None:
+        tensor = torch.zeros(4)
+        opts = dist.Options(rootRank=1)
+        here().scatter([tensor], [[mine(5), mine(6)]] if rank == 1 else [], opts).wait()
+        assert_same(tensor, mine(5 + rank))
+        here().reduce_scatter([tensor], [[mine(rank), mine(rank + 1)]]).wait()
+        assert_same(tensor, folded("SUM", [mine(rank), mine(rank + 1)]))
+        here().reduce_scatter_tensor(tensor, mine(rank, 8)).wait()
+        total = folded("SUM", [mine(r, 8) for r in range(2)])
+        assert_same(tensor, total.chunk(2)[rank])
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_exchanging(self, rank: int) -> None:
+        outputs = [torch.zeros(4), torch.zeros(4)]
+        here().alltoall(outputs, [mine(10 * rank), mine(10 * rank + 1)]).wait()
+        assert_same(outputs[1 - rank], mine(10 * (1 - rank) + rank))
+        single = torch.zeros(8)
+        here().alltoall_single(single, mine(rank, 8), [], []).wait()
+        assert_same(single, torch.cat([mine(r, 8).chunk(2)[rank] for r in range(2)]))
+        here().alltoall_single(single, mine(rank, 8), [4, 4], [4, 4]).wait()
+        assert_same(single, torch.cat([mine(r, 8).chunk(2)[rank] for r in range(2)]))
 
-    def test_gathering(self) -> None:
-        def body(rank: int) -> None:
-            outputs = [torch.zeros(4), torch.zeros(4)]
-            here().allgather([outputs], [mine(rank)]).wait()
-            into = torch.zeros(8)
-            here().allgather_into_tensor(into, mine(rank)).wait()
-            assert_same(into, torch.cat([mine(0), mine(1)]))
-            assert_same(into, torch.cat(outputs))
-            opts = dist.Options(rootRank=1)
-            at_root = [[torch.zeros(4), torch.zeros(4)]] if rank == 1 else []
-            here().gather(at_root, [mine(rank)], opts).wait()
-            if rank == 1:
-                assert_same(torch.cat(at_root[0]), into)
+    @on_ranks(2)
+    def test_coalesced(self, rank: int) -> None:
+        tensors = [mine(rank), mine(rank, 2, 3)]
+        here().allreduce_coalesced(tensors).wait()
+        assert_same(tensors[1], folded("SUM", [mine(r, 2, 3) for r in range(2)]))
+        outputs = [[torch.zeros(4), torch.zeros(2)] for _ in range(2)]
+        here().allgather_coalesced(outputs, [mine(rank), mine(rank, 2)]).wait()
+        assert_same(outputs[1][1], mine(1, 2))
 
-        self.run(2, body)
+    @on_ranks(2)
+    def test_messages(self, rank: int) -> None:
+        tensor = mine(rank)
+        if rank == 0:
+            here().send([tensor], 1, 3).wait()
+            here().send([tensor], 1, 4).wait()
+        else:
+            here().recv([tensor], 0, 3).wait()
+            assert_same(tensor, mine(0))
+            work = here().recv_anysource([tensor.zero_()], 4)
+            work.wait()
+            assert work.source_rank() == 0
+            assert_same(tensor, mine(0))
 
-    def test_scattering(self) -> None:
-        def body(rank: int) -> None:
-            tensor = torch.zeros(4)
-            opts = dist.Options(rootRank=1)
-            here().scatter([tensor], [[mine(5), mine(6)]] if rank == 1 else [], opts).wait()
-            assert_same(tensor, mine(5 + rank))
-            here().reduce_scatter([tensor], [[mine(rank), mine(rank + 1)]]).wait()
-            assert_same(tensor, folded("SUM", [mine(rank), mine(rank + 1)]))
-            here().reduce_scatter_tensor(tensor, mine(rank, 8)).wait()
-            total = folded("SUM", [mine(r, 8) for r in range(2)])
-            assert_same(tensor, total.chunk(2)[rank])
+    @on_ranks(2)
+    def test_barriers_are_counted(self, rank: int) -> None:
+        here().barrier().wait()
+        here().barrier(dist.Options()).wait()
+        assert here().get_sequence_number_for_group() == 2
 
-        self.run(2, body)
-
-    def test_exchanging(self) -> None:
-        def body(rank: int) -> None:
-            outputs = [torch.zeros(4), torch.zeros(4)]
-            here().alltoall(outputs, [mine(10 * rank), mine(10 * rank + 1)]).wait()
-            assert_same(outputs[1 - rank], mine(10 * (1 - rank) + rank))
-            single = torch.zeros(8)
-            here().alltoall_single(single, mine(rank, 8), [], []).wait()
-            assert_same(single, torch.cat([mine(r, 8).chunk(2)[rank] for r in range(2)]))
-            here().alltoall_single(single, mine(rank, 8), [4, 4], [4, 4]).wait()
-            assert_same(single, torch.cat([mine(r, 8).chunk(2)[rank] for r in range(2)]))
-
-        self.run(2, body)
-
-    def test_coalesced(self) -> None:
-        def body(rank: int) -> None:
-            tensors = [mine(rank), mine(rank, 2, 3)]
-            here().allreduce_coalesced(tensors).wait()
-            assert_same(tensors[1], folded("SUM", [mine(r, 2, 3) for r in range(2)]))
-            outputs = [[torch.zeros(4), torch.zeros(2)] for _ in range(2)]
-            here().allgather_coalesced(outputs, [mine(rank), mine(rank, 2)]).wait()
-            assert_same(outputs[1][1], mine(1, 2))
-
-        self.run(2, body)
-
-    def test_messages(self) -> None:
-        def body(rank: int) -> None:
-            tensor = mine(rank)
-            if rank == 0:
-                here().send([tensor], 1, 3).wait()
-                here().send([tensor], 1, 4).wait()
-            else:
-                here().recv([tensor], 0, 3).wait()
-                assert_same(tensor, mine(0))
-                work = here().recv_anysource([tensor.zero_()], 4)
-                work.wait()
-                assert work.source_rank() == 0
-                assert_same(tensor, mine(0))
-
-        self.run(2, body)
-
-    def test_barriers_are_counted(self) -> None:
-        def body(rank: int) -> None:
-            here().barrier().wait()
-            here().barrier(dist.Options()).wait()
-            assert here().get_sequence_number_for_group() == 2
-
-        self.run(2, body)
-
-    def test_statistics_are_numbers_by_name(self) -> None:
-        def body(rank: int) -> None:
-            assert isinstance(here().statistics(), dict)
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_statistics_are_numbers_by_name(self, rank: int) -> None:
+        assert isinstance(here().statistics(), dict)
 
     def test_abort_ends_everyone(self) -> None:
         def body(rank: int) -> str:
@@ -331,12 +286,10 @@ class MethodSuite(GroupSuite):
 
         assert all("the user said so" in text for text in self.run(2, body))
 
-    def test_close_may_be_called_twice(self) -> None:
-        def body(rank: int) -> None:
-            group = inside(dist.new_group())
-            dist.barrier(group=group)
-            dist.barrier()
-            group.close()
-            group.close()
-
-        self.run(2, body)
+    @on_ranks(2)
+    def test_close_may_be_called_twice(self, rank: int) -> None:
+        group = inside(dist.new_group())
+        dist.barrier(group=group)
+        dist.barrier()
+        group.close()
+        group.close()
