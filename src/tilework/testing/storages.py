@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError, FileReader, FileWriter, Storage
+from tilework.checkpoint import CheckpointError, FileWriter, Storage
 from tilework.comm.world import get_world_size
 from tilework.dtensor import DeviceMesh, Shard, distribute_tensor
 from tilework.testing.ranks import run_ranks
@@ -152,9 +152,10 @@ class StorageContract(ABC):
         seen = []
         for number in range(100):
             checkpoint.save({"x": _NUMBERS, "n": 1}, place)
-            failing = FailingStorage(place, number)
-            with suppress(CheckpointError):
-                checkpoint.save({"x": _NUMBERS + 1, "n": 2}, failing)
+            failing = _Refusing(place, number)
+            with pytest.MonkeyPatch.context() as patch, suppress(CheckpointError):
+                patch.setattr(place, "create", failing)
+                checkpoint.save({"x": _NUMBERS + 1, "n": 2}, place)
             found = checkpoint.read(place)
             assert found["x"].equal(_NUMBERS + found["n"] - 1)
             seen.append(found["n"])
@@ -164,18 +165,19 @@ class StorageContract(ABC):
         assert {seen[0], seen[-1]} == {1, 2}
 
 
-class FailingStorage(Storage):
-    """A storage that refuses a single call which writes, as a full disk does.
+class _Refusing:
+    """Makes a storage's writers, of which one refuses a call, as a full disk does.
 
     Args:
-        inner: The storage that does the work.
+        place: The storage.
         left: The number of calls of writers that succeed before; below zero: the call was refused.
     """
 
-    def __init__(self, inner: Storage, left: int) -> None:
-        self._inner, self.left = inner, left
-        self.location, self.is_local = inner.location, inner.is_local
-        self.writes_in_place = inner.writes_in_place
+    def __init__(self, place: Storage, left: int) -> None:
+        self._create, self.left = place.create, left
+
+    def __call__(self, name: str) -> FileWriter:
+        return _FailingWriter(self, self._create(name))
 
     def count(self) -> None:
         """Count a call, and raise if it is to be refused."""
@@ -183,42 +185,9 @@ class FailingStorage(Storage):
         if self.left == -1:
             raise OSError(28, "no space")
 
-    def prepare(self) -> None:
-        self._inner.prepare()
-
-    def create(self, name: str) -> FileWriter:
-        return _FailingWriter(self, self._inner.create(name))
-
-    def open(self, name: str) -> FileReader:
-        return self._inner.open(name)
-
-    def names(self) -> list[str]:
-        return self._inner.names()
-
-    def remove(self, name: str) -> None:
-        self._inner.remove(name)
-
-    def wait_for_room(self) -> None:
-        self._inner.wait_for_room()
-
-    def forget(self, name: str) -> None:
-        self._inner.forget(name)
-
-    def sync(self) -> None:
-        self._inner.sync()
-
-    def inner(self, name: str) -> Storage:
-        return self._inner.inner(name)
-
-    def remove_folder(self) -> None:
-        self._inner.remove_folder()
-
-    def lock(self) -> Any:
-        return self._inner.lock()
-
 
 class _FailingWriter(FileWriter):
-    def __init__(self, storage: FailingStorage, inner: FileWriter) -> None:
+    def __init__(self, storage: _Refusing, inner: FileWriter) -> None:
         self._storage, self._inner = storage, inner
 
     def write(self, memory: memoryview | bytes) -> None:
