@@ -15,29 +15,20 @@ from typing import Any
 from tilework.layout import Box
 from tilework.show import Page, Picture, Styled, TextTable, bytes_text, colour, count_text
 
-#: The bytes of an element, by the index's name of the dtype: the name is safetensors', where it has
+#: torch's dtypes by the bytes of an element, each with the index's name: safetensors', where it has
 #: one.
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F64": 8,
-    "C64": 8,
-    "C128": 16,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
+_DTYPES = {
+    1: "BOOL bool, U8 uint8, I8 int8, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, "
+    "F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz",
+    2: "I16 int16, U16 uint16, F16 float16, BF16 bfloat16",
+    4: "I32 int32, U32 uint32, F32 float32",
+    8: "I64 int64, U64 uint64, F64 float64, C64 complex64",
+    16: "C128 complex128",
 }
+_PAIRS = [(n, pair.split()) for n, pairs in _DTYPES.items() for pair in pairs.split(", ")]
+#: By the index's name: the bytes of an element, and torch's name.
+ITEM_BYTES = {name: nbytes for nbytes, (name, _) in _PAIRS}
+TORCH_NAMES = {name: theirs for _, (name, theirs) in _PAIRS}
 #: The substitutes in files for dtypes that not every reader of safetensors knows: another dtype,
 #: and how many elements of it stand for one element.
 _STORED = {

@@ -14,30 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.checkpoint.format import TORCH_NAMES
 from tilework.layout import Box
 from tilework.optional_core import core as _core
 
-#: The dtypes of ``saved``.
+#: By the index's name.
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "C128": torch.complex128,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

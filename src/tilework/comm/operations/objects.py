@@ -28,22 +28,11 @@ from tilework.errors import DistBackendError, text_of
 
 #: The types that the restricted loader builds, besides numbers, strings, bytes and containers.
 _PLAIN = {
-    ("collections", "OrderedDict"),
-    ("collections", "deque"),
-    ("collections", "Counter"),
-    ("datetime", "date"),
-    ("datetime", "datetime"),
-    ("datetime", "timedelta"),
-    ("builtins", "complex"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("builtins", "bytearray"),
-    ("builtins", "slice"),
-    ("builtins", "range"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_parameter"),
+    "collections": ("OrderedDict", "deque", "Counter"),
+    "datetime": ("date", "datetime", "timedelta"),
+    "builtins": ("complex", "set", "frozenset", "bytearray", "slice", "range"),
+    "torch": ("Size", "device"),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
 }
 
 #: The name of an error's class, and the error's text.
@@ -92,7 +81,7 @@ class _PlainUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _PLAIN:
+        if is_dtype or name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"{module}.{name} is refused with weights_only=True, which accepts plain data and "
