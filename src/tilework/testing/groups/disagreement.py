@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 import tilework.distributed as dist
@@ -75,6 +76,31 @@ _ODD = {
 }
 
 
+def _sum(shape: Any, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM) -> _Call:
+    return lambda: dist.all_reduce(torch.ones(shape, dtype=dtype), op=op)
+
+
+def _copy(shape: Any, src: int) -> _Call:
+    return lambda: dist.broadcast(torch.ones(shape), src=src)
+
+
+#: The call of two ranks of three, that of the third, and words of the error.
+_DIFFERENT: dict[str, tuple[_Call, _Call, Sequence[str]]] = {
+    "operations": (_sum(2), _copy(2, 0), ("all_reduce", "broadcast")),
+    "a barrier": (dist.barrier, _sum(2), ("barrier", "all_reduce")),
+    "dtypes": (_sum(2), _sum(2, torch.int32), ("float32", "int32")),
+    "sizes": (_sum(2), _sum(31), ("2", "31")),
+    "shapes of one size": (_copy((17, 3), 0), _copy((3, 17), 0), ("17, 3", "3, 17")),
+    "reductions": (_sum(2), _sum(2, op=dist.ReduceOp.MAX), ("SUM", "MAX")),
+    "roots": (_copy(2, 0), _copy(2, 1), ("0", "1")),
+    "roots of a reduce": (
+        lambda: dist.reduce(torch.ones(2), dst=0),
+        lambda: dist.reduce(torch.ones(2), dst=2),
+        (),
+    ),
+}
+
+
 @needs(Capability.COMPARISON)
 class MismatchSuite(GroupSuite):
     """Ranks that call different things all raise CollectiveMismatchError, which names the calls."""
@@ -92,13 +118,10 @@ class MismatchSuite(GroupSuite):
             for word in words:
                 assert word in error.text, f"{word!r} is missing from: {error.text}"
 
-    def test_different_operations(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.all_reduce(torch.ones(2)),
-            lambda: dist.broadcast(torch.ones(2), src=0),
-            "all_reduce",
-            "broadcast",
-        )
+    @pytest.mark.parametrize("what", _DIFFERENT)
+    def test_different_calls(self, what: str) -> None:
+        common, odd, words = _DIFFERENT[what]
+        self.assert_mismatch(common, odd, *words)
 
     def test_tensors_that_only_look_alike(self) -> None:
         """Tensors are compared as the caller gave them."""
@@ -130,56 +153,6 @@ class MismatchSuite(GroupSuite):
 
         assert self.run(2, body)[1] == [CollectiveMismatchError] * len(_ODD)
 
-    def test_barrier_against_an_operation(self) -> None:
-        self.assert_mismatch(
-            dist.barrier, lambda: dist.all_reduce(torch.ones(2)), "barrier", "all_reduce"
-        )
-
-    def test_different_dtypes(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.all_reduce(torch.ones(2)),
-            lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32)),
-            "float32",
-            "int32",
-        )
-
-    def test_different_sizes(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.all_reduce(torch.ones(2)),
-            lambda: dist.all_reduce(torch.ones(31)),
-            "2",
-            "31",
-        )
-
-    def test_different_shapes_of_one_size(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.broadcast(torch.ones(17, 3), src=0),
-            lambda: dist.broadcast(torch.ones(3, 17), src=0),
-            "17, 3",
-            "3, 17",
-        )
-
-    def test_different_reductions(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.all_reduce(torch.ones(2)),
-            lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX),
-            "SUM",
-            "MAX",
-        )
-
-    def test_different_roots(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.broadcast(torch.ones(2), src=0),
-            lambda: dist.broadcast(torch.ones(2), src=1),
-            "0",
-            "1",
-        )
-
-    def test_different_roots_of_a_reduce(self) -> None:
-        self.assert_mismatch(
-            lambda: dist.reduce(torch.ones(2), dst=0), lambda: dist.reduce(torch.ones(2), dst=2)
-        )
-
     def test_different_reduce_scatter_parts(self) -> None:
         def scatter(*sizes: int) -> _Call:
             return lambda: dist.reduce_scatter(
@@ -196,19 +169,12 @@ class MismatchSuite(GroupSuite):
 
         self.assert_mismatch(gather(4), gather(5), "4", "5")
 
-    def test_gather_whose_outputs_do_not_fit(self) -> None:
-        def gather(size: int) -> object:
-            outputs = [torch.zeros(4) for _ in range(3)] if dist.get_rank() == 0 else None
-            return dist.gather(torch.ones(size), outputs, dst=0)
+    def test_gather_and_scatter_whose_outputs_do_not_fit(self) -> None:
+        def move(call: Callable[..., object], size: int) -> _Call:
+            return lambda: call(torch.ones(size), _at_root(torch.zeros(4)), 0)
 
-        self.assert_mismatch(lambda: gather(4), lambda: gather(5), "4", "5")
-
-    def test_scatter_whose_outputs_do_not_fit(self) -> None:
-        def scatter(size: int) -> object:
-            parts = [torch.zeros(4) for _ in range(3)] if dist.get_rank() == 0 else None
-            return dist.scatter(torch.ones(size), parts, src=0)
-
-        self.assert_mismatch(lambda: scatter(4), lambda: scatter(5), "4", "5")
+        for call in (dist.gather, dist.scatter):
+            self.assert_mismatch(move(call, 4), move(call, 5), "4", "5")
 
     def test_split_sizes_that_do_not_meet(self) -> None:
         def exchange(*received: int) -> _Call:
