@@ -34,7 +34,7 @@ SMOKE = (
     "tests/test_package.py",
     "tests/test_style.py",
     "tests/layout/test_box.py",
-    "tests/layout/test_chunking.py",
+    "tests/layout/test_box_chunks.py",
     "tests/csrc/transport/test_completion.py",
     "tests/comm/backends/shm/test_shm_group_fast_path.py",
     "tests/store/test_address.py",

@@ -12,10 +12,10 @@ def fault(name: str, path: str, old: str, new: str, caught_by: str) -> Mutant:
 GEOMETRY = [
     fault(
         "chunk_size: rounded down",
-        "layout/chunking.py",
+        "layout/box.py",
         "    return -(-extent // n)\n",
         "    return extent // n\n",
-        "tests/layout/test_chunking.py",
+        "tests/layout/test_box_chunks.py",
     ),
     fault(
         "intersection: one element short",

@@ -25,7 +25,7 @@ from tilework.tiled.box_propagation import (
 from tilework.tiled.factors import Factor, FactorMap, Pattern, broadcast, dim_factors, factors_of
 from tilework.tiled.op_rules import Arg, LocalCall
 from tilework.tiled.op_table import entry_of
-from tilework.tiled.regroup import regrouped
+from tilework.tiled.rules.reshaping import regrouped
 
 
 @st.composite

@@ -11,9 +11,16 @@ import torch
 import tilework.dtensor  # registers the rules of both kinds
 from tests.tables import each
 from tilework.tiled import op_table
-from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_rules import Arg, LocalCall
-from tilework.tiled.op_table import OpEntry, dtensor_handler, entry_of, find, register, rule
+from tilework.tiled.op_table import (
+    OpEntry,
+    canonical_name,
+    dtensor_handler,
+    entry_of,
+    find,
+    register,
+    rule,
+)
 from tilework.tiled.pattern_rules import pattern_rule
 
 del tilework

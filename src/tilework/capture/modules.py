@@ -22,9 +22,8 @@ from tilework.capture.program.graph import BOUNDARY, Graph, Input, Instruction, 
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor, plain
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
-from tilework.capture.program.same_program import compare_program
+from tilework.capture.program.same_program import VotingRanks, Way, compare_program
 from tilework.capture.program.skeleton import take_apart
-from tilework.capture.program.vote import VotingRanks, Way
 from tilework.capture.recording.arguments import StepCall, is_size
 from tilework.capture.recording.effects import HasGraphError, set_by
 from tilework.capture.recording.places import StatePlaces

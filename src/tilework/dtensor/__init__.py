@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tilework.dtensor import optimizers, rules, tracing, untraced
+from tilework.dtensor import optimizers, rules, tracing
 from tilework.dtensor.autograd import local_graph, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
-from tilework.dtensor.debug.causes import GatherWarning, explain, strict
-from tilework.dtensor.debug.event_log import CollectiveEvent, EventLog
+from tilework.dtensor.debug.causes import CollectiveEvent, EventLog, GatherWarning, explain, strict
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.like_torch import (
     CommDebugMode,
@@ -81,7 +80,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, distributions, foreach, local_graph, optimizers, rules, tracing, untraced
+del call, distributions, foreach, local_graph, optimizers, rules, tracing
 del tensor_attributes, torch_backward
 
 

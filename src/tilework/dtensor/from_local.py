@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.comm.operations.internal import agree, check_equal
 from tilework.dtensor.propagation.dtensor_call import content_hash
-from tilework.dtensor.provenance.meaning import agreeing
+from tilework.dtensor.provenance.digests import agreeing
 from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor

@@ -13,23 +13,26 @@ from tilework.dtensor.base import (
 )
 from tilework.dtensor.from_local import sizes_along
 from tilework.dtensor.part_cuts import Cut, CutLayer, cut_of
-from tilework.dtensor.plain_replicas import compare_plain, content_of
-from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
 from tilework.dtensor.propagation.dtensor_call import (
     content_hash,
     replicated_spec,
     tensors_in,
     unseen,
+    without_override_checks,
 )
-from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.without_overrides import without_override_checks
+from tilework.dtensor.propagation.op_sharding import (
+    AskedCall,
+    DTensorArg,
+    PlacedCall,
+    ask,
+    carried_dims,
+)
 from tilework.dtensor.provenance.content import hash_of, mode
-from tilework.dtensor.provenance.digests import call_counts_of, digest_of, stable_digest
-from tilework.dtensor.provenance.meaning import carried
-from tilework.dtensor.provenance.replicas import note_input, note_output
+from tilework.dtensor.provenance.digests import call_counts_of, carried, digest_of, stable_digest
+from tilework.dtensor.provenance.replicas import compare_plain, content_of, note_input, note_output
 from tilework.dtensor.rank_part import RankPart, as_rank_part, plain_of
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import empty_local, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
-from tilework.dtensor.untraced import NOT_TRACED
+from tilework.dtensor.tracing import NOT_TRACED
 from tilework.dtensor.views.places import is_shown_elsewhere

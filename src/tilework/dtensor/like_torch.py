@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tilework.comm.contract import Kind
 from tilework.comm.per_call.internal import listening
-from tilework.dtensor.debug.causes import explain
-from tilework.dtensor.debug.event_log import EventLog
+from tilework.dtensor.debug.causes import EventLog, explain
 from tilework.dtensor.show import show
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor

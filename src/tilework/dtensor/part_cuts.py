@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
 from tilework.dtensor.propagation.dtensor_call import (
     Args,
     Kwargs,
@@ -27,9 +26,15 @@ from tilework.dtensor.propagation.dtensor_call import (
     tensors_in,
     unseen,
     with_tensors,
+    without_override_checks,
 )
-from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
-from tilework.dtensor.propagation.without_overrides import without_override_checks
+from tilework.dtensor.propagation.op_sharding import (
+    AskedCall,
+    DTensorArg,
+    PlacedCall,
+    ask,
+    carried_dims,
+)
 from tilework.mesh import DeviceMesh
 from tilework.tiled import Decomposition, Dim, Factor, LocalCall, find, volume
 

@@ -1,13 +1,53 @@
-"""Pictures of DTensors on a terminal."""
+"""A DTensor's layout as a page: which rank holds which part, and a table of the ranks."""
 
 from __future__ import annotations
 
-from tilework.dtensor.debug.picture import layout_page
-from tilework.dtensor.tensor import DTensor
+import math
+
+from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
+from tilework.layout import Box
+from tilework.show import Page, Picture, TextTable, bytes_text, colour
+
+#: The most ranks that the table lists; it leaves out later ranks.
+_LISTED = 32
 
 
-def show(tensor: DTensor) -> None:
+def layout_page(tensor: DTensorBase) -> Page:
+    """The headline, the picture and the table of a tensor. Local."""
+    spec = tensor._spec
+    holders: dict[Box, list[tuple[int, ...]]] = {}  # several for partial values
+    for tile in spec.tiling.tiles:
+        holders.setdefault(tile.box, []).append(tile.owners)
+    colours = {box: colour(number) for number, box in enumerate(holders)}
+    labels = [[_label(partials)] for partials in holders.values()]
+    picture = Picture(spec.shape, list(holders), labels, list(colours.values()))
+    mesh, itemsize = spec.mesh.spec, tensor._local_tensor.dtype.itemsize
+    names, here = mesh.names or tuple(map(str, range(mesh.ndim))), spec.mesh.get_coordinate()
+    rows = []
+    for rank in mesh.ranks[:_LISTED]:
+        place = mesh.coordinate(rank)
+        assert place is not None
+        box = spec.box_at(place)
+        at = " ".join(str(i).rjust(len(name)) for i, name in zip(place, names, strict=True))
+        who = f"{rank}{' (this)' * (list(place) == here)}"
+        size = bytes_text(math.prod(box.sizes) * itemsize)
+        rows.append((("██" * (box in colours), colours.get(box, "")), who, at, size, str(box)))
+    table = TextTable(("", "rank", " ".join(names), "bytes", "has"), rows, {3, 4}, (4, 2))
+    left = len(mesh.ranks) - _LISTED
+    more = [f"    … {left} more ranks"] * (left > 0)
+    return Page((headline(tensor), "bold"), "", picture, "", table, *more)
+
+
+def _label(partials: list[tuple[int, ...]]) -> str:
+    """The ranks with copies, or with each partial value, as in ``(0, 1)+(2, 3)``."""
+    texts = [", ".join(map(str, ranks)) for ranks in partials]
+    alone = len(partials) == 1
+    return "+".join(text if alone or "," not in text else f"({text})" for text in texts)
+
+
+def show(tensor: DTensorBase) -> None:
     """Print a tensor's layout: a picture of which rank holds which part, and a table of the ranks.
 
     Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) labels show
@@ -30,6 +70,6 @@ def show(tensor: DTensor) -> None:
         ...
     """
     refuse_torch_dtensor(tensor, "show()")
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensorBase):
         raise TypeError(f"show() takes a DTensor, got {type(tensor).__name__}")
     layout_page(tensor).print()

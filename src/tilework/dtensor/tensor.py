@@ -26,7 +26,6 @@ from tilework.dtensor.base import (
 )
 from tilework.dtensor.debug import causes
 from tilework.dtensor.debug.formatting import headline
-from tilework.dtensor.debug.picture import layout_page
 from tilework.dtensor.from_local import (
     check_local_tensor,
     checked_shape,
@@ -35,14 +34,16 @@ from tilework.dtensor.from_local import (
 )
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.digests import (
+    Moved,
     digest_of,
+    named_for,
     note_cleared,
     note_gradient,
     stable_digest,
 )
-from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.rank_part import plain_of
 from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.show import layout_page
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.torch_tensors import (
     awaited_in_graph,

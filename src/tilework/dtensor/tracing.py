@@ -13,6 +13,7 @@ functions do not, and fail in C++ without a reason. This module makes them call 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_leaves
 
+from tilework.comm.operations.internal import leave_function
 from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.construction.distribute import distribute_tensor
+from tilework.dtensor.module import distribute_module
+from tilework.dtensor.tensor import DTensor
+from tilework.late_names import late_name
 
 #: Functions that start a trace: for ``torch.jit.trace``, ``trace_module`` and ``torch.onnx``; for
 #: ``make_fx``.
@@ -114,3 +120,28 @@ _scripts.create_script_module = without_dtensors(_scripts.create_script_module)
 for _place, _name, _tracer in _STARTERS:
     if hasattr(_place, _name):
         setattr(_place, _name, refusing(getattr(_place, _name), _tracer))
+
+
+# -- functions that Dynamo does not trace, as ``capture/`` records them for torch.compile ---------
+
+NOT_TRACED = (
+    "operators on DTensors are not traced, since they communicate; "
+    'tilework.dtensor.capture(step, backend="inductor") compiles a whole step with DTensors, and '
+    "local_map or to_local() let you compile what is done with local tensors"
+)
+_METHODS = (*vars(DTensorBase).values(), *vars(DTensor).values())
+for _member in (*_METHODS, distribute_tensor, distribute_module):
+    _function = inspect.unwrap(getattr(_member, "__func__", getattr(_member, "fget", _member)))
+    if inspect.isfunction(_function):
+        leave_function(_function, NOT_TRACED)
+
+
+_original = torch.compile
+
+
+@functools.wraps(_original)
+def _compile(model: Any = None, **settings: Any) -> Any:
+    return late_name("dtensor", "compile_model")(_original, model, **settings)
+
+
+torch.compile = _compile

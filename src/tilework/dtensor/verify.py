@@ -22,10 +22,9 @@ from tilework.comm.per_call.internal import call_site
 from tilework.comm.provenance_digest import advice_from_above
 from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
-from tilework.dtensor.plain_replicas import compare_plain, difference_from_first
 from tilework.dtensor.provenance.content import hash_of, mode
-from tilework.dtensor.provenance.digests import digest_of
-from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.provenance.digests import digest_of, moving
+from tilework.dtensor.provenance.replicas import compare_plain, difference_from_first
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError

@@ -16,8 +16,8 @@ There are two planners, for two questions:
 Both take their prices from :class:`CostModel`, and so does the choice of layouts for operators.
 """
 
-from tilework.layout.box import Box
-from tilework.layout.chunking import (
+from tilework.layout.box import (
+    Box,
     chunk_offsets,
     chunk_size,
     chunk_sizes,
@@ -31,8 +31,7 @@ from tilework.layout.planning import AllRanksPlan, Plan, WholePlan, plan, plan_a
 from tilework.layout.sharding import chunk_tiling, mesh_tiling
 from tilework.layout.steps import Step, Steps, redistribution_steps
 from tilework.layout.tile_transfers import Piece
-from tilework.layout.tiling import Tile, Tiling
-from tilework.layout.validation import check_boxes, check_disjoint, find_overlap
+from tilework.layout.tiling import Tile, Tiling, check_boxes, check_disjoint, find_overlap
 
 __all__ = [
     "AllRanksPlan",

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilework.layout.box import Ints, whole_number, whole_numbers
-from tilework.layout.chunking import chunk_at
+from tilework.layout.box import Ints, chunk_at, whole_number, whole_numbers
 
 _OURS = (
     "a tilework placement: torch.distributed's functions need the placements of "

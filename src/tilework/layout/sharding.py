@@ -17,8 +17,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from tilework.layout.box import Box, Ints, trusted_box
-from tilework.layout.chunking import chunk_at, chunk_offsets, chunk_sizes, offsets_of
+from tilework.layout.box import (
+    Box,
+    Ints,
+    chunk_at,
+    chunk_offsets,
+    chunk_sizes,
+    offsets_of,
+    trusted_box,
+)
 from tilework.layout.placements import (
     Layout,
     Partial,

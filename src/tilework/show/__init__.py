@@ -4,10 +4,9 @@ A package says what to show as data: a :class:`Page` of lines, a :class:`Picture
 :class:`TextTable`; or the spans of a :func:`timeline`. Layout, colours and escaping are done here.
 """
 
-from tilework.show.page import Page
+from tilework.show.page import Bar, Page, TextTable
 from tilework.show.picture import Picture
 from tilework.show.svg import Span, timeline
-from tilework.show.table import Bar, TextTable
 from tilework.show.text import Styled, bytes_text, colour, count_text, printable
 
 __all__ = [

@@ -22,7 +22,6 @@ from tilework.tiled.factors import (
     volume,
 )
 from tilework.tiled.normalize import normalized, torch_arguments
-from tilework.tiled.op_names import canonical_name, packet_of, schemas_of
 from tilework.tiled.op_rules import (
     Arg,
     Decomposition,
@@ -38,12 +37,15 @@ from tilework.tiled.op_table import (
     Handler,
     OpEntry,
     aten_parameters,
+    canonical_name,
     dtensor_handler,
     dtensor_rule,
     entry_of,
     find,
     override_rule,
+    packet_of,
     register,
+    schemas_of,
 )
 from tilework.tiled.pattern_rules import match_pattern
 from tilework.tiled.tensor import TiledTensor, is_called_within

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.tiled.op_names import canonical_name, schemas_of
+from tilework.tiled.op_table import canonical_name, schemas_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -23,8 +23,7 @@ from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
-from tilework.tiled.op_names import canonical_name
-from tilework.tiled.op_table import find
+from tilework.tiled.op_table import canonical_name, find
 
 pytest.importorskip("tilework._core")
 

@@ -30,8 +30,7 @@ from tilework.dtensor import (
     plan_redistribution,
 )
 from tilework.dtensor.debug.formatting import layout_text
-from tilework.dtensor.redistribution.prepared import plan_steps
-from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.redistribution.redistribute import plan_steps, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.errors import CollectiveMismatchError, DistError
 from tilework.layout import Layout

@@ -28,7 +28,7 @@ from tilework.dtensor import (
     init_device_mesh,
 )
 from tilework.testing import run_ranks
-from tilework.tiled.pointwise import pointwise_names
+from tilework.tiled.rules.elementwise import pointwise_names
 
 A = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROW = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)

@@ -31,8 +31,7 @@ from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, exampl
 from tests.tables import each
 from tilework.sharded import ShardedTensor, ones
 from tilework.sharded.registry import find_handler
-from tilework.tiled.op_names import canonical_name
-from tilework.tiled.op_table import entry_of
+from tilework.tiled.op_table import canonical_name, entry_of
 
 _SPACES: tuple[Any, ...] = (torch, Tensor, F, torch._C._nn, torch.special)
 #: The names of functions that make a new tensor, of operators that are elementwise.

@@ -6,6 +6,7 @@ in the step itself: run in order, instructions do what the step did.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,10 +14,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor
-from tilework.capture.program.trees import leaves_of
+
+#: Classes of other containers: torch looks into some of their subclasses.
+_OTHERS = (tuple, list, dict, deque)
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with ``function(leaf)`` in the place of each leaf (as torch defines leaves)."""
+    kind = tree.__class__
+    if kind is tuple:
+        return tuple([mapped(function, each) for each in tree])
+    if kind is list:
+        return [mapped(function, each) for each in tree]
+    if kind is dict:
+        return {key: mapped(function, each) for key, each in tree.items()}
+    return tree_map(function, tree) if isinstance(tree, _OTHERS) else function(tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a tree (as torch defines them), in order."""
+    kind = tree.__class__
+    if kind is tuple or kind is list:
+        return [leaf for each in tree for leaf in leaves_of(each)]
+    if kind is dict:
+        return [leaf for each in tree.values() for leaf in leaves_of(each)]
+    return tree_leaves(tree) if isinstance(tree, _OTHERS) else [tree]
+
 
 #: Makes a number from an element; recording replaces the method itself.
 ITEM: Callable[[Tensor], Any] = Tensor.item

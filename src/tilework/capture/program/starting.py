@@ -1,18 +1,62 @@
-"""The pass that starts collectives early, and waits for them late."""
+"""The pass that starts collectives early, and waits for them late; programs in numbers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from tilework.capture.program.graph import Graph, Instruction, Value
+from tilework.capture.program.graph import Graph, Instruction, ProgramMemory, Value
 from tilework.capture.program.group_call import GroupCall, wait_for
-from tilework.capture.program.reordering import HeldBack, Touched, is_barrier, up_to_backward
-from tilework.capture.program.summary import peak_bytes
+from tilework.capture.program.merging import HeldBack, Touched, is_barrier, up_to_backward
 from tilework.cores import has_spare_core
+
+
+def table_of(graph: Graph, name: str) -> str:
+    """The operators, collectives and memory of a program, as lines of text. Local."""
+    collectives = [each for each in graph.instructions if isinstance(each.target, GroupCall)]
+    moved = sum(each.nbytes for each in collectives)
+    kinds = Counter(each.kind for each in graph.instructions)
+    inputs = {id(each.value.memory): each.value.memory for each in graph.inputs}
+    held = sum(memory.nbytes for memory in inputs.values() if memory is not None)
+    lines = [
+        f"{name}: {kinds['operator']} operators, {len(collectives)} collectives of {moved} bytes",
+        f"inputs: {len(graph.inputs)} tensors, {held} bytes; at most {peak_bytes(graph)} more",
+    ]
+    for number, each in enumerate(collectives):
+        place = each.site.rsplit("/", 1)[-1]
+        lines.append(f"  {number}: {each.name}, {each.nbytes} bytes, {place}")
+    return "\n".join(lines)
+
+
+def peak_bytes(graph: Graph) -> int:
+    """The largest number of bytes that a program's values take at once, besides the inputs."""
+    of_inputs = {id(each.value.memory) for each in graph.inputs}
+    users: dict[int, int] = {}
+    live = peak = 0
+
+    def change(memory: ProgramMemory | None, by: int) -> None:
+        nonlocal live
+        if memory is None or id(memory) in of_inputs:
+            return
+        before = users.get(id(memory), 0)
+        users[id(memory)] = before + by
+        if by > 0 and not before:
+            live += memory.nbytes
+        elif by < 0 and before == 1:
+            live -= memory.nbytes
+
+    for each, dead in zip(graph.instructions, graph.last_uses(), strict=True):
+        for out in each.made:
+            change(out.memory, 1)
+        peak = max(peak, live)
+        for value in dead:
+            change(value.memory, -1)
+    return peak
+
 
 #: A collective of fewer bytes, or beside work on fewer bytes, is not started early.
 LEAST_BYTES = 1 << 18

@@ -22,9 +22,8 @@ from tilework.capture.program.record import (
     key_of_storage,
     storage_bytes_of,
 )
-from tilework.capture.program.same_program import compare_program
+from tilework.capture.program.same_program import VotingRanks, compare_program
 from tilework.capture.program.skeleton import take_apart
-from tilework.capture.program.vote import VotingRanks
 from tilework.capture.recording.arguments import StepCall, flatten, is_size, replaced
 from tilework.capture.recording.effects import (
     MadeOnce,

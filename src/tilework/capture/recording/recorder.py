@@ -28,6 +28,8 @@ from tilework.capture.program.graph import (
     Instruction,
     ProgramMemory,
     Value,
+    leaves_of,
+    mapped,
 )
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.memory import nbytes_spanned
@@ -35,7 +37,6 @@ from tilework.capture.program.number import Number, NumberBook, NumberError, is_
 from tilework.capture.program.number import value_of as plain
 from tilework.capture.program.place import memory_layout_of
 from tilework.capture.program.record import storage_bytes_of
-from tilework.capture.program.trees import leaves_of, mapped
 from tilework.capture.recording.group_calls import RecordedGroups, paused
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled, watched_reads

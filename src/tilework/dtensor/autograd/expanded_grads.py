@@ -23,8 +23,7 @@ from torch import Tensor
 from tilework.comm.world import current_world
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.provenance.digests import digest_of
-from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.provenance.digests import Moved, digest_of
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Replicate, Shard

@@ -27,13 +27,13 @@ from tilework.dtensor.base import (
     wrap_as,
 )
 from tilework.dtensor.provenance.digests import (
+    Moved,
     call_counts_of,
     digest_of,
     note_write,
     plain_or_digest,
     seeds_in,
 )
-from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import (
     redistribute_local,
     with_redistributed_grad,

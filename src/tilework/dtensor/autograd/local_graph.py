@@ -13,10 +13,13 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.digests import call_counts_of, digest_of, plain_or_digest
-from tilework.dtensor.provenance.meaning import Moved
-from tilework.dtensor.redistribution.prepared import Adjoint
-from tilework.dtensor.redistribution.redistribute import counted_once, pull_back, redistribute_local
+from tilework.dtensor.provenance.digests import Moved, call_counts_of, digest_of, plain_or_digest
+from tilework.dtensor.redistribution.redistribute import (
+    Adjoint,
+    counted_once,
+    pull_back,
+    redistribute_local,
+)
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.places import (

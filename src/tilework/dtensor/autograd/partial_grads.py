@@ -25,8 +25,14 @@ from tilework.dtensor.autograd.local_graph import local_of
 from tilework.dtensor.base import Alias, DTensorBase, grads_of
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.provenance.digests import call_counts_of, digest_of
-from tilework.dtensor.provenance.meaning import UNKNOWN, Moved, TensorText, moving
+from tilework.dtensor.provenance.digests import (
+    UNKNOWN,
+    Moved,
+    TensorText,
+    call_counts_of,
+    digest_of,
+    moving,
+)
 from tilework.dtensor.redistribution.redistribute import axes_group, gradient_of, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.provenance.digests import stable_digest
-from tilework.dtensor.provenance.meaning import TensorText, moving
+from tilework.dtensor.provenance.digests import TensorText, moving, stable_digest
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Normal, Uniform
 from tilework.dtensor.redistribution.redistribute import redistribute_local

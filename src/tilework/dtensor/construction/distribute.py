@@ -11,8 +11,7 @@ from torch import Tensor
 from tilework.comm.operations.internal import agree_equal, run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.propagation.strides import like_strides
-from tilework.dtensor.provenance.digests import call_counts_of
-from tilework.dtensor.provenance.meaning import TensorText, agreeing, moving
+from tilework.dtensor.provenance.digests import TensorText, agreeing, call_counts_of, moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, row_major, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap

@@ -41,23 +41,23 @@ from tilework.dtensor.propagation.dtensor_call import (
     Kwargs,
     tensors_in,
     with_tensors,
+    without_override_checks,
 )
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
 from tilework.dtensor.propagation.propagator import (
     ShardingPropagator,
     written_to,
 )
-from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import (
     call_digest,
     digest_of,
+    moving,
     note_write,
     number_seed,
     seeds_in,
     stable_digest,
 )
-from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import (
     is_of_torch_distributed,

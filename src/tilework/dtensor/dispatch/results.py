@@ -21,8 +21,7 @@ from tilework.dtensor.propagation.dtensor_call import (
     with_tensors,
 )
 from tilework.dtensor.propagation.refusals import refuses_dtypes_of_out
-from tilework.dtensor.provenance.digests import digest_of, note_write
-from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.provenance.digests import Moved, digest_of, note_write
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, without_sizes

@@ -46,8 +46,14 @@ from tilework.dtensor.propagation.op_sharding import (
 from tilework.dtensor.propagation.propagator import has_graded_operands
 from tilework.dtensor.propagation.refusals import raise_torchs
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
-from tilework.dtensor.provenance.digests import digest_of, note_write, plain_number, seeds_in
-from tilework.dtensor.provenance.meaning import Moved, moving
+from tilework.dtensor.provenance.digests import (
+    Moved,
+    digest_of,
+    moving,
+    note_write,
+    plain_number,
+    seeds_in,
+)
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints

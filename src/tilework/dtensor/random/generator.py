@@ -19,7 +19,7 @@ from tilework.comm import provenance_digest
 from tilework.comm.operations.internal import agree_equal, broadcast
 from tilework.comm.per_call.internal import recorded
 from tilework.comm.world import current_world
-from tilework.dtensor.provenance.meaning import agreeing
+from tilework.dtensor.provenance.digests import agreeing
 from tilework.dtensor.random import philox
 from tilework.dtensor.random.philox import Distribution, Key
 from tilework.dtensor.spec import DTensorSpec

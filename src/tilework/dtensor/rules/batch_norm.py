@@ -19,8 +19,7 @@ from tilework.dtensor.autograd.partial_grads import (
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.op_sharding import DTensorArg
-from tilework.dtensor.provenance.digests import digest_of
-from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.provenance.digests import Moved, digest_of
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.rules.norms import (

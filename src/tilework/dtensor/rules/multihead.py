@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor.propagation.without_overrides import without_override_checks
+from tilework.dtensor.propagation.dtensor_call import without_override_checks
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes

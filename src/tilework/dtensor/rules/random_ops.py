@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated, write
-from tilework.dtensor.propagation.dtensor_call import replicated_spec
-from tilework.dtensor.propagation.without_overrides import without_override_checks
+from tilework.dtensor.propagation.dtensor_call import replicated_spec, without_override_checks
 from tilework.dtensor.random.generator import fill_local, next_key, seeded_generator
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import spec_of

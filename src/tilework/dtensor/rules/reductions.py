@@ -22,8 +22,9 @@ from tilework.tiled import (
     dtensor_rule,
     factors_of,
     local_call,
+    unchanged,
 )
-from tilework.tiled.rules import dims_of, keep_inputs_in_graph
+from tilework.tiled.rules import dims_of, keep_inputs_in_graph, pointwise, sizes_of
 
 
 @dtensor_rule("nanmean")
@@ -178,3 +179,14 @@ def _register(name: str) -> None:
 
 _register("cumsum")
 _register("cumprod")
+
+
+@dtensor_rule("sum_to_size")
+def _sum_to_size(input: Arg, *size: Any, **named: Any) -> RuleResult:
+    sizes = sizes_of(size or tuple(named.values()))
+    return Decomposition(unchanged) if sizes and sizes == input.shape else None  # () is a sum
+
+
+@dtensor_rule("to_dense", may_be_input=True)
+def _to_dense(input: Arg, dtype: torch.dtype | None = None, **_: Any) -> RuleResult:
+    return pointwise([input], rearranges=dtype in (None, input.dtype))

@@ -18,7 +18,7 @@ from tilework.dtensor.autograd.partial_grads import alias
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
-from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.provenance.digests import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of

@@ -6,7 +6,6 @@ from tilework.tiled.rules import (
     dim_ops,
     elementwise,
     embedding,
-    extrema,
     fourier,
     linalg,
     linear,
@@ -21,6 +20,7 @@ from tilework.tiled.rules import (
 from tilework.tiled.rules.concatenation import cat_dim, cat_shape
 from tilework.tiled.rules.convolution import guard_empty_shards
 from tilework.tiled.rules.elementwise import pointwise
+from tilework.tiled.rules.embedding import LocalIndexRange
 from tilework.tiled.rules.empty_shards import (
     allow_empty_shards,
     cat_shards,
@@ -28,8 +28,6 @@ from tilework.tiled.rules.empty_shards import (
     with_row_for_empty,
     zero_addend,
 )
-from tilework.tiled.rules.extrema import extreme_dims
-from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
 from tilework.tiled.rules.reduction_args import (
     accumulation_dtype,
@@ -38,6 +36,7 @@ from tilework.tiled.rules.reduction_args import (
     reduce_dims,
     remaining_dims,
 )
+from tilework.tiled.rules.reductions import extreme_dims
 from tilework.tiled.rules.reshaping import SWAPAXES, common_shape, dim_at, sizes_of
 from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
 from tilework.tiled.rules.statistics import softmax_dims, spread_dims
@@ -48,7 +47,6 @@ __all__ = [
     "dim_ops",
     "elementwise",
     "embedding",
-    "extrema",
     "fourier",
     "linalg",
     "linear",

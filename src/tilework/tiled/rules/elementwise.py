@@ -10,8 +10,27 @@ import torch
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import register, rule
-from tilework.tiled.pointwise import pointwise_names
 from tilework.tiled.rules.reduction_args import NARROW, keeps_sums
+
+
+def pointwise_names() -> set[str]:
+    """The names of operators with torch's tag ``pointwise``, without underscores at either end.
+
+    Example:
+        >>> {"add", "relu", "erfinv"} <= pointwise_names()
+        True
+    """
+    names = {"leaky_relu"}  # not tagged before torch 2.7
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition("::")
+        name, _, overload = name.partition(".")
+        if space != "aten" or name.endswith("_backward"):
+            continue
+        tags = torch._C._get_operation_overload(f"aten::{name}", overload)[2]
+        if torch.Tag.pointwise in tags:
+            names.add(name.strip("_").removeprefix("special_"))
+    return names
+
 
 #: Elementwise operators without torch's tag, or with another name.
 _UNTAGGED = """
