@@ -127,7 +127,7 @@ def test_they_print_as_a_table() -> None:
     text = str(steps((8, 8), (2, 2), [P, Shard(0)], [R, Shard(1)], names=("dp", "tp")))
     assert text.startswith("[8, 8] from dp=P(sum) tp=S0 to dp=R tp=S1: 2 steps, 192 bytes per rank")
     row = next(line for line in text.splitlines() if "all_to_all" in line)
-    assert [cell.strip() for cell in row.split("│")[1:5]] == ["all_to_all", "tp", "tp=S0", "tp=S1"]
+    assert row.split()[:4] == ["all_to_all", "tp", "tp=S0", "tp=S1"]
     assert "nothing to do" in str(steps((8,), (2,), [R], [R]))
 
 

@@ -6,20 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from io import StringIO
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from tilework.layout.box import Box, Ints
 from tilework.layout.collective import Collective, Kind, collective_of
 from tilework.layout.cost import DEFAULT_COST, CostModel
 from tilework.layout.tile_transfers import Piece, TileTransfers, keeps_terms
 from tilework.layout.tiling import Tile, Tiling
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
+from tilework.show import Page, Shown, TextTable
 
 #: The maximum of peers in a printed plan, in each direction.
 _MOST_PEERS = 10
@@ -174,7 +168,7 @@ MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
-class AllRanksPlan:
+class AllRanksPlan(Shown):
     """The plans of all ranks, for display, tests and predictions; by :func:`plan_all_ranks`.
 
     ``print`` shows it as a line and a table, and rich draws it.
@@ -221,42 +215,23 @@ class AllRanksPlan:
                 volumes[piece.src, piece.dst] += piece.box.volume
         return dict(sorted(volumes.items()))
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
-
-        return Group(self._summary(), *([self._table()] if self._volumes else []))
-
-    def _table(self) -> Table:
-        from rich.table import Table
-
-        edges = self.edges(self.itemsize)
-        table = Table()
-        for name in ("from", "to", "bytes", "predicted"):
-            table.add_column(name, justify="right")
-        heaviest = sorted(edges, key=lambda edge: (-edges[edge], edge))[:MOST_ROWS]
-        for src, dst in sorted(heaviest):
-            nbytes = edges[src, dst]
-            seconds = self.cost.seconds(src, dst, nbytes)
-            table.add_row(str(src), str(dst), f"{nbytes:,}", f"{seconds * 1e6:,.1f} us")
-        if rest := sorted(set(edges) - set(heaviest)):
-            nbytes = sum(edges[edge] for edge in rest)
-            table.add_row("…", f"{len(rest):,} more", f"{nbytes:,}", "")
-        return table
-
-    def _summary(self) -> str:
+    def __rich__(self) -> Page:
         edges = self.edges(self.itemsize)
         kept = self.itemsize * sum(p.box.volume for plan in self.plans for p in plan.keeps)
-        return (
+        summary = (
             f"{self.kind}: {sum(edges.values()):,} bytes between {len(self.plans):,} ranks, "
             f"{kept:,} copied in place, predicted {self.seconds() * 1e6:,.1f} us"
         )
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        text = StringIO()
-        Console(file=text, width=100).print(self)
-        return text.getvalue().rstrip("\n")
+        heaviest = sorted(edges, key=lambda edge: (-edges[edge], edge))[:MOST_ROWS]
+        rows = []
+        for src, dst in sorted(heaviest):
+            nbytes = edges[src, dst]
+            seconds = self.cost.seconds(src, dst, nbytes)
+            rows.append((str(src), str(dst), f"{nbytes:,}", f"{seconds * 1e6:,.1f} us"))
+        if rest := edges.keys() - set(heaviest):
+            nbytes = sum(edges[edge] for edge in rest)
+            rows.append(("…", f"{len(rest):,} more", f"{nbytes:,}", ""))
+        return Page(summary, TextTable(("from", "to", "bytes", "predicted"), rows, range(4)))
 
 
 def plan_all_ranks(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
-from typing import TYPE_CHECKING
 
 from tilework.layout.box import Ints
 from tilework.layout.cost import DEFAULT_COST, CostModel
@@ -19,10 +17,7 @@ from tilework.layout.step_search import (
     layout_of,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
+from tilework.show import Page, Shown, TextTable, count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(Shown):
     """Steps that follow each other. Made by :func:`redistribution_steps`.
 
     ``print`` shows them as a line and a table, and rich draws it.
@@ -71,33 +66,14 @@ class Steps:
         """The expected duration of all steps."""
         return sum(step.seconds for step in self.steps)
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
-
-        return Group(self._summary(), *([self._table()] if self.steps else []))
-
-    @property
-    def route(self) -> str:
-        """The shape and both layouts, in words."""
-        return f"{list(self.shape)} from {self._words(self.source)} to {self._words(self.target)}"
-
-    def _summary(self) -> str:
-        count = {0: "nothing to do", 1: "1 step"}.get(len(self.steps), f"{len(self.steps)} steps")
-        return (
+    def __rich__(self) -> Page:
+        count = count_text(len(self.steps), "step") if self.steps else "nothing to do"
+        summary = (
             f"{self.route}: {count}, {self.nbytes:,} bytes per rank, "
             f"predicted {self.seconds * 1e6:,.1f} us"
         )
-
-    def _table(self) -> Table:
-        from rich.table import Table
-
-        table = Table()
-        for name in ("step", "axes", "from", "to"):
-            table.add_column(name)
-        for name in ("bytes per rank", "predicted"):
-            table.add_column(name, justify="right")
-        for step in self.steps:
-            table.add_row(
+        rows = [
+            (
                 step.kind,
                 ", ".join(self.names[axis] for axis in step.axes),
                 self._words(step.source, step.axes),
@@ -105,7 +81,15 @@ class Steps:
                 f"{step.nbytes:,}",
                 f"{step.seconds * 1e6:,.1f} us",
             )
-        return table
+            for step in self.steps
+        ]
+        titles = ("step", "axes", "from", "to", "bytes per rank", "predicted")
+        return Page(summary, TextTable(titles, rows, {4, 5}))
+
+    @property
+    def route(self) -> str:
+        """The shape and both layouts, in words."""
+        return f"{list(self.shape)} from {self._words(self.source)} to {self._words(self.target)}"
 
     def _words(self, layout: Layout, axes: Sequence[int] | None = None) -> str:
         placements = layout.placements
@@ -116,13 +100,6 @@ class Steps:
         order = layout.order
         after = f" in the order {', '.join(self.names[axis] for axis in order)}" if order else ""
         return " ".join(words) + (after if axes is None else "")
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        text = StringIO()
-        Console(file=text, width=120).print(self, soft_wrap=True)
-        return text.getvalue().rstrip("\n")
 
 
 def _short(placement: Placement) -> str:

@@ -4,7 +4,7 @@ A package says what to show as data: a :class:`Page` of lines, a :class:`Picture
 :class:`TextTable`; or the spans of a :func:`timeline`. Layout, colours and escaping are done here.
 """
 
-from tilework.show.page import Bar, Page, TextTable
+from tilework.show.page import Bar, Page, Shown, TextTable
 from tilework.show.picture import Picture
 from tilework.show.svg import Span, timeline
 from tilework.show.text import Styled, bytes_text, colour, count_text, printable
@@ -13,6 +13,7 @@ __all__ = [
     "Bar",
     "Page",
     "Picture",
+    "Shown",
     "Span",
     "Styled",
     "TextTable",

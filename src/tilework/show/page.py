@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -147,3 +148,16 @@ class Page:
             else:
                 lines = part.lines(table_width if isinstance(part, TextTable) else width)
             yield from ([(printable(text), style) for text, style in line] for line in lines)
+
+
+class Shown(ABC):
+    """An object that ``print``, rich and notebooks show as a page."""
+
+    @abstractmethod
+    def __rich__(self) -> Page: ...
+
+    def __str__(self) -> str:
+        return str(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return self.__rich__().html()

@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, islice, pairwise, product
+from typing import Protocol
 
-from tilework.layout import Box
 from tilework.show.text import Styled
 
 #: The numbers of cells without a box: rows that are left out, and the surroundings.
@@ -20,6 +20,19 @@ _GLYPHS = {0: " ", 3: "│", 12: "─", 5: "┘", 9: "└", 6: "┐", 10: "┌",
 _LABEL_WIDTH = 8
 #: A row of average size takes this many lines, with the border, if there is room.
 _LINES_PER_ROW = 3
+
+
+class Region(Protocol):
+    """A part of a tensor, as ``layout.Box`` is."""
+
+    @property
+    def offsets(self) -> Sequence[int]: ...
+
+    @property
+    def ends(self) -> Sequence[int]: ...
+
+    @property
+    def empty(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,7 @@ class Picture:
         slices: The maximum of drawings.
 
     Example:
+        >>> from tilework.layout import Box
         >>> boxes = [Box((0,), (6,)), Box((6,), (2,))]
         >>> for line in Picture((8,), boxes, [["0"], ["1"]], ["red", "blue"]).lines(17):
         ...     print("".join(text for text, _ in line))
@@ -51,7 +65,7 @@ class Picture:
     """
 
     shape: Sequence[int]
-    boxes: Sequence[Box]
+    boxes: Sequence[Region]
     labels: Sequence[Sequence[str]]
     colours: Sequence[str]
     width: int = 90
@@ -96,7 +110,7 @@ class Picture:
         return "   ".join(words) or "a scalar"
 
 
-def _meets(box: Box, sliced: list[int], place: Sequence[tuple[int, int]]) -> bool:
+def _meets(box: Region, sliced: list[int], place: Sequence[tuple[int, int]]) -> bool:
     """True if the box and the slice, from index to index of each sliced dim, overlap."""
     starts = zip(sliced, place, strict=True)
     return all(box.offsets[dim] <= start < box.ends[dim] for dim, (start, _) in starts)
@@ -151,7 +165,7 @@ class _Drawing:
         picture: Picture,
         dims: Sequence[int],
         cuts: list[list[int]],
-        boxes: Mapping[int, Box],
+        boxes: Mapping[int, Region],
         width: int,
     ) -> None:
         self.picture, self.ndim = picture, len(dims)

@@ -23,7 +23,7 @@ from tilework.dtensor.debug.formatting import layout_text, tensor_text
 from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.layout import Steps
 from tilework.mesh import DeviceMesh
-from tilework.show import Page, TextTable, count_text
+from tilework.show import Page, Shown, TextTable, count_text
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CollectiveEvent:
 
 
 @dataclass
-class EventLog:
+class EventLog(Shown):
     """This rank's collectives. ``print`` shows them as a table, and rich draws it."""
 
     events: list[CollectiveEvent] = field(default_factory=list)
@@ -91,12 +91,6 @@ class EventLog:
             for event in self.events
         ]
         return Page(summary, TextTable(titles, rows, {5}))
-
-    def __str__(self) -> str:
-        return str(self.__rich__())
-
-    def _repr_html_(self) -> str:
-        return self.__rich__().html()
 
 
 #: The number of open ``explain`` and ``strict`` blocks, of all ranks of this process.
