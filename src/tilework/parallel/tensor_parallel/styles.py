@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,12 +68,30 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
     return (1, 0) if is_conv1d else None
 
 
-class _ShardedLayer(ParallelStyle):
+class _Style(ParallelStyle):
+    """A style whose attributes have the names of the arguments."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in vars(self).items())})"
+
+
+class _ShardedLayer(_Style):
     """A layer with a sharded weight, which moves inputs and outputs to given layouts."""
 
-    input_layouts: Placement
-    output_layouts: Placement
-    use_local_output: bool
+    #: The layouts that None stands for.
+    _default_input: Placement = Replicate()
+    _default_output: Placement = Replicate()
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = _layout(input_layouts, self._default_input)
+        self.output_layouts = _layout(output_layouts, self._default_output)
+        self.use_local_output = use_local_output
 
     def _desired_input(self, module: nn.Module) -> Placement:
         """The layout of the input that the sharded weight needs."""
@@ -107,12 +125,6 @@ class _ShardedLayer(ParallelStyle):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
-        )
 
 
 def _other_features(name: str, extent: int, tensor: DTensor, given: Any, layout: Placement) -> str:
@@ -153,16 +165,7 @@ class ColwiseParallel(_ShardedLayer):
         torch.Size([5, 4])
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = _layout(input_layouts, Replicate())
-        self.output_layouts = _layout(output_layouts, Shard(-1))
-        self.use_local_output = use_local_output
+    _default_output = Shard(-1)
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         dims = (1, 0) if isinstance(module, nn.Embedding) else linear_dims(module)
@@ -205,16 +208,7 @@ class RowwiseParallel(_ShardedLayer):
         torch.Size([5, 3])
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = _layout(input_layouts, Shard(-1))
-        self.output_layouts = _layout(output_layouts, Replicate())
-        self.use_local_output = use_local_output
+    _default_input = Shard(-1)
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         if isinstance(module, nn.Embedding):
@@ -321,9 +315,26 @@ def _unknown(style: ParallelStyle, module: nn.Module) -> NotImplementedError:
 Layouts = Placement | Sequence[Placement | None]
 
 
-class _WithoutParameters(ParallelStyle):
+class _WithoutParameters(_Style):
+    use_local_output: bool
+
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         return {}
+
+    def _prepared(
+        self,
+        value: Any,
+        layouts: tuple[Placement | None, Placement | None],
+        axis: MeshAxis,
+        what: str,
+        move: Callable[[DTensor, Placement], DTensor],
+    ) -> Any:
+        """A value of a layout as the tensor of the desired layout; as it is without a layout."""
+        layout, desired = layouts
+        if layout is None:
+            return value
+        tensor = move(axis.annotate(value, layout, what), desired or layout)
+        return axis.to_local(tensor) if self.use_local_output else tensor
 
 
 class PrepareModuleInput(_WithoutParameters):
@@ -384,14 +395,9 @@ class PrepareModuleInput(_WithoutParameters):
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         name = type(module).__name__
 
-        def prepare(
-            value: Any, layout: Placement | None, desired: Placement | None, key: Any
-        ) -> Any:
-            if layout is None:
-                return value
-            tensor = axis.annotate(value, layout, f"input {key!r} of {name}")
-            tensor = axis.move_input(tensor, desired or layout)
-            return axis.to_local(tensor) if self.use_local_output else tensor
+        def prepare(value: Any, layouts: tuple[Any, Any], key: int | str) -> Any:
+            what = f"input {key!r} of {name}"
+            return self._prepared(value, layouts, axis, what, axis.move_input)
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.input_layouts is not None:
@@ -399,26 +405,17 @@ class PrepareModuleInput(_WithoutParameters):
                 _check_count(f"inputs of {name}", inputs, "input_layouts", self.input_layouts)
                 layouts = zip(self.input_layouts, self.desired_input_layouts, strict=True)
                 inputs = tuple(
-                    prepare(value, *pair, number)
+                    prepare(value, pair, number)
                     for number, (value, pair) in enumerate(zip(inputs, layouts, strict=True))
                 )
             layouts_by_name, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
             named = {
-                key: prepare(value, layouts_by_name.get(key), desired.get(key), key)
+                key: prepare(value, (layouts_by_name.get(key), desired.get(key)), key)
                 for key, value in kwargs.items()
             }
             return inputs, named
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleInput(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, "
-            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
 
 
 class PrepareModuleOutput(_WithoutParameters):
@@ -466,34 +463,18 @@ class PrepareModuleOutput(_WithoutParameters):
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         name = type(module).__name__
 
-        def prepare(
-            value: Any, layout: Placement | None, desired: Placement | None, number: int
-        ) -> Any:
-            if layout is None:
-                return value
-            tensor = axis.annotate(value, layout, f"output {number} of {name}")
-            tensor = axis.move(tensor, desired or layout)
-            return axis.to_local(tensor) if self.use_local_output else tensor
-
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             several = isinstance(output, (tuple, list))
             outputs = output if several else (output,)
             _check_count(f"outputs of {name}", outputs, "output_layouts", self.output_layouts)
             pairs = zip(self.output_layouts, self.desired_output_layouts, strict=True)
             prepared = [
-                prepare(value, *pair, number)
+                self._prepared(value, pair, axis, f"output {number} of {name}", axis.move)
                 for number, (value, pair) in enumerate(zip(outputs, pairs, strict=True))
             ]
             return tuple(prepared) if several else prepared[0]
 
         module.register_forward_hook(after)
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
 
 
 class PrepareModuleInputOutput(_WithoutParameters):
@@ -549,12 +530,6 @@ class PrepareModuleInputOutput(_WithoutParameters):
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         self.prepare_module_input.attach(module, axis)
         self.prepare_module_output.attach(module, axis)
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleInputOutput({self.prepare_module_input!r}, "
-            f"{self.prepare_module_output!r})"
-        )
 
 
 def _sequence(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
