@@ -15,7 +15,6 @@ from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import (
     APART,
     DTensorBase,
-    DTensorT,
     Memory,
     Place,
     base_in_graph,
@@ -131,14 +130,8 @@ def _write_placed(base: DTensorBase, value: DTensorBase) -> None:
     base.copy_(value)
 
 
-def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
-    """Give the tensor the memory and layout of another, as ``tensor.data = value`` does.
-
-    Args:
-        tensor: The tensor.
-        value: The other tensor.
-        is_new: True if nothing else will show the memory of ``value``.
-    """
+def set_data(tensor: DTensorBase, value: Tensor) -> None:
+    """Give the tensor the memory and layout of another, as ``tensor.data = value`` does."""
     refuse_torch_dtensor(value, "the data of a DTensor")
     if not isinstance(value, DTensorBase):
         raise TypeError(
@@ -154,17 +147,12 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     _keep_base(tensor, value)
     before, given, shows = own_memory(tensor), memory_of(value), own_memory(value).shows
     _leave_memory(tensor)
-    memory = Memory() if is_new else Memory(given, shows)
-    tensor._memory = memory.counting_on(before)
-    if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
-        with torch.inference_mode(False):
-            shown = shown.clone()
+    tensor._memory = Memory(given, shows).counting_on(before)
     _set_local_data(tensor, shown, value._spec)
     tensor._spec = value._spec.copy()
     grads_of(tensor).forget()
     note_write(tensor, digest)
-    if not is_new:
-        moved_views.share_memory(tensor, value, start)
+    moved_views.share_memory(tensor, value, start)
     show_shape(tensor)
 
 
@@ -186,18 +174,6 @@ def show_shape(tensor: DTensorBase) -> None:
     """Give the wrapper that torch's C++ code sees the shape that the tensor has now."""
     with torch.inference_mode(False):
         show_as(tensor, wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec))
-
-
-def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
-    """Give ``tensor`` the memory, shape and layout of ``value``, an in-place result. Local."""
-    check_no_leaf(tensor)
-    _leave_memory(tensor)
-    tensor._memory = Memory()
-    grads_of(tensor).forget()
-    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
-    note_write(tensor, digest_of(value))
-    show_shape(tensor)
-    return tensor
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.checked_writes import check_apart, check_write
@@ -20,11 +19,10 @@ from tilework.dtensor.propagation.dtensor_call import (
     tensors_in,
     with_tensors,
 )
-from tilework.dtensor.propagation.refusals import refuses_dtypes_of_out
 from tilework.dtensor.provenance.digests import Moved, digest_of, note_write
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.redistribution.redistribute import redistribute_local
-from tilework.dtensor.spec import DTensorSpec, without_sizes
+from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
 from tilework.dtensor.views import moved_views
@@ -232,20 +230,6 @@ def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: A
     return func(*full_args, **full_kwargs)
 
 
-def replicated_like(target: DTensor, full: Tensor) -> DTensor:
-    """A full result of another shape as a DTensor, in the layout of ``target`` if possible."""
-    return _laid_out_like(target, replicated(full, target._spec.mesh))
-
-
-def _laid_out_like(target: DTensor, tensor: DTensor) -> DTensor:
-    """A tensor of another shape, with the placements of ``target`` if it has as many dims."""
-    if tensor.ndim != target.ndim:
-        return tensor
-    return tensor.redistribute(
-        placements=[*map(without_sizes, target.placements)], order=target._spec.order
-    )
-
-
 def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The result of a call with ``out=``: computed, then written there."""
     out = kwargs.pop("out")
@@ -256,7 +240,6 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         result = DTensor.from_torch(result)
     inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
     _check_outs(name, tensors_in(out), result, inputs)
-    _check_out_dtypes(name, func, args, {**kwargs, "out": out}, result)
     if isinstance(out, Tensor):
         write_out(out, result, name)
         return out
@@ -281,23 +264,6 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
                 check_apart(name, target, tensor, out=not one)
 
 
-def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
-    """Raise, as torch does, if results cannot be cast to dtypes of ``out=``. Local."""
-    outs = tensors_in(kwargs["out"])
-    pairs = [(value.dtype, out.dtype) for value, out in zip(tensors_in(result), outs, strict=True)]
-    for value, out in pairs:
-        if not torch.can_cast(value, out):
-            raise RuntimeError(
-                f"result type {value} of {name} can't be cast to the desired output type {out}"
-            )
-    other = next(((value, out) for value, out in pairs if value != out), None)
-    if other is not None and refuses_dtypes_of_out(func, args, kwargs):
-        raise RuntimeError(
-            f"{name} does not cast results: expected out= of dtype {other[0]}, got {other[1]}: "
-            f"pass a tensor of dtype {other[0]}, or call {name} without out= and cast the result"
-        )
-
-
 def check_out(name: str, out: Tensor, value: Tensor) -> None:
     """Raise RuntimeError, as torch does, if a result cannot be written to ``out=``. Local.
 
@@ -311,13 +277,11 @@ def check_out(name: str, out: Tensor, value: Tensor) -> None:
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "
             f"but one of the arguments requires grad"
         )
-    if not isinstance(out, DTensor) or out.shape == value.shape:
-        return
-    if out.numel() or out.requires_grad or moved_views.is_view(out):
+    if out.dtype != value.dtype or (isinstance(out, DTensor) and out.shape != value.shape):
         raise RuntimeError(
-            f"{name} with out= of shape {list(out.shape)} for a result of shape "
-            f"{list(value.shape)}: pass a tensor of that shape, or one without elements that is no "
-            f"view and requires no gradient"
+            f"{name} with out= of shape {list(out.shape)} and {out.dtype} for a result of shape "
+            f"{list(value.shape)} and {value.dtype}: pass a tensor of the result's shape and "
+            f"dtype, or call {name} without out="
         )
 
 
@@ -335,9 +299,6 @@ def write_out(out: Any, value: Any, name: str) -> None:
         return
     if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
         value = replicated(value, out._spec.mesh)
-    if out.shape != value.shape:
-        gradients.set_data(out, _laid_out_like(out, value).to(out.dtype), is_new=True)
-        return
     if out._view_of is not None:
         moved_views.check_fresh(out)
     check_write(name, out)

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import expanded_grads, gradients, local_graph, partial_grads
+from tilework.dtensor.autograd import expanded_grads, local_graph, partial_grads
 from tilework.dtensor.base import version_of, wrap_as
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.results import (
     came_from,
     reduced,
     replicated,
-    replicated_like,
     result_outside,
     show_base,
     wrapped,
@@ -267,10 +266,6 @@ def _written(operation: Ways, sharding: OpSharding, result: Any, call: DTensorCa
     digest = call.digest
     if operation.name in _OVERWRITE:
         digest = digest_of_rest(sharding, call)
-    if sharding.outputs is None and result.shape != target._spec.size:
-        gradients.become(target, replicated_like(target, result))
-        note_write(target, digest)
-        return target
     if sharding.finish[-1] is Finish.WRITE and result is not target._local_tensor:
         outputs = sharding.outputs
         spec = outputs[0] if outputs else replicated_spec(result, target._spec.mesh)

@@ -7,9 +7,7 @@ or dims, it must be refused before anything is gathered for the call.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, NoReturn
@@ -19,11 +17,7 @@ from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.propagation.dtensor_call import (
-    Args,
     DTensorCall,
-    Kwargs,
-    tensors_in,
-    with_tensors,
 )
 from tilework.dtensor.propagation.strides import (
     input_strides,
@@ -167,46 +161,6 @@ def empty_parts_refusal(
         if _trial_refusal(call, shapes, [torch.float64, *[others] * rest]) is None:
             return refusal
     return None
-
-
-def refuses_dtypes_of_out(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """True if torch refuses to cast a function's results to the dtypes of ``out=``. Local.
-
-    Args:
-        func: The function.
-        args: The positional arguments.
-        kwargs: The arguments by name; the last is ``out=``.
-    """
-    tensors = tensors_in([*args, *kwargs.values()])
-    is_large = sum(tensor.numel() for tensor in tensors) > _MOST_TRIED
-
-    def is_refused(number: int, has_out: bool) -> bool:
-        full = map(partial(_with_room, number=number, has_memory=not is_large), tensors)
-        its_args, its_kwargs = with_tensors(args, kwargs, full)
-        if not has_out:
-            del its_kwargs["out"]
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                func(*its_args, **its_kwargs)
-        except RuntimeError as error:
-            return not (is_large and isinstance(error, NotImplementedError))
-        return False
-
-    return any(is_refused(number, True) and not is_refused(number, False) for number in (0, 1))
-
-
-def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
-    """A plain tensor like another, with spare memory, since torch may write past the end."""
-    if not has_memory:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    full = torch.full((16 * tensor.numel(),), number, dtype=tensor.dtype)
-    if full.is_floating_point() or full.is_complex():
-        full.uniform_(generator=torch.Generator().manual_seed(0))
-    full = full[: tensor.numel()].view(tensor.shape)
-    if full.dim() > 1 and full.is_floating_point():
-        full.diagonal(0, -2, -1).add_(full.shape[-1])
-    return full
 
 
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:

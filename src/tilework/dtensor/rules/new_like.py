@@ -123,13 +123,7 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a creation function, such as ``torch.full``, with a DTensor as a number or as ``out``."""
     out = kwargs.pop("out", None)
     if out is not None:
-        dtype = kwargs.get("dtype") or out.dtype
-        if dtype != out.dtype:
-            raise RuntimeError(
-                f"{func.__name__} got dtype={dtype} and an out= of dtype {out.dtype}: pass out= "
-                f"without dtype=, or an out= of that dtype"
-            )
-        kwargs["dtype"] = dtype
+        kwargs["dtype"] = kwargs.get("dtype") or out.dtype
     values = tensors_in([out, args, kwargs])
     mesh = next(value.device_mesh for value in values if isinstance(value, DTensor))
     result = func(
