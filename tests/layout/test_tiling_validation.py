@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.layout.random_tilings import boxes_of, covers, examples, points, shapes, whole
 from tests.tables import each
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
-from tilework.layout.box_columns import FEW, BoxColumns, cover_by_cuts, find_pair
 
 SOME_BOXES = st.integers(0, 4).flatmap(boxes_of)
 COVERED = shapes().flatmap(lambda shape: st.tuples(st.just(shape), covers(shape)))
@@ -50,21 +49,6 @@ def test_overlap_is_found_where_an_element_is_in_two(boxes: list[Box]) -> None:
 
 
 @examples()
-@given(st.integers(1, 3).flatmap(lambda ndim: boxes_of(ndim, most=30)))
-def test_cutting_apart_loses_no_overlap(boxes: list[Box]) -> None:
-    """Down to single boxes, where so few would be compared each with each."""
-    filled = [box for box in boxes if not box.empty]
-    spans = [
-        ([b.offsets[d] for b in filled], [b.ends[d] for b in filled])
-        for d in range(3)
-        if filled and d < filled[0].ndim
-    ]
-    pair = find_pair(spans, len(filled), few=1) if spans else None
-    assert (pair is not None) == any(n > 1 for n in counts(boxes).values())
-    assert pair is None or filled[pair[0]].intersection(filled[pair[1]])
-
-
-@examples()
 @given(COVERED, st.data())
 def test_a_cover_without_some_boxes_is_still_disjoint(
     case: tuple[tuple[int, ...], list[Box]], data: st.DataObject
@@ -77,9 +61,8 @@ def test_a_cover_without_some_boxes_is_still_disjoint(
 @each("ndim", [1, 2, 3])
 @each("seed", range(5))
 def test_one_overlap_among_many_boxes(ndim: int, seed: int) -> None:
-    """More than are compared each with each, with gaps between them."""
     rng = random.Random(seed)
-    side = round((40 * FEW) ** (1 / ndim))
+    side = round(600 ** (1 / ndim))
     places = product(range(0, 3 * side, 3), repeat=ndim)
     boxes = [Box(place, tuple(rng.randint(1, 2) for _ in place)) for place in places]
     rng.shuffle(boxes)
@@ -214,14 +197,3 @@ def test_many_dims_are_checked_and_a_gap_in_them_named() -> None:
         check_boxes((2,) * 12, [box for box in boxes if box != lost])
     with pytest.raises(ValueError, match="boxes 0 and 4096 overlap"):
         check_boxes((2,) * 12, [*boxes, boxes[0]])
-
-
-@examples()
-@given(COVERED, st.booleans())
-def test_cuts_tell_covers_as_corners_do(
-    case: tuple[tuple[int, ...], list[Box]], loses_one: bool
-) -> None:
-    boxes = [box for box in case[1] if not box.empty][loses_one:]
-    assume(len(boxes) > 1 and case[0])
-    columns = BoxColumns([box.offsets for box in boxes], [box.sizes for box in boxes])
-    assert cover_by_cuts(columns.starts, columns.ends) == columns.cover_their_bounds()

@@ -91,7 +91,7 @@ def _are_stacked(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 
 def _columns(boxes: Sequence[Box]) -> BoxColumns:
-    return BoxColumns([box.offsets for box in boxes], [box.sizes for box in boxes])
+    return BoxIndex(boxes)
 
 
 def _check_bounds(shape: tuple[int, ...], columns: BoxColumns, boxes: Sequence[Box]) -> None:
