@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 
 from tests.layout.random_tilings import Ints, examples, layouts, shard_sizes
 from tilework.layout import Layout, Shard, chunk_sizes, mesh_tiling
-from tilework.layout.sharding import (
+from tilework.layout.box import (
     Splits,
     axes_of,
     box_at,
     combination_index,
     infer_splits,
-    normal_layout,
     shard_at,
     shard_extents,
     shards,
-    splits_of,
 )
+from tilework.layout.sharding import normal_layout, splits_of
 
 LENGTHS: tuple[Ints, ...] = ((1,), (3,), (2, 2), (3, 2), (2, 1, 2))
 

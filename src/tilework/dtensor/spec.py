@@ -10,17 +10,8 @@ from typing import Any
 
 import torch
 
-from tilework.layout import Box, Layout, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
-from tilework.layout.internal import (
-    Splits,
-    axes_of,
-    box_at,
-    native_placement,
-    normal_layout,
-    order_in,
-    shards,
-    splits_of,
-)
+from tilework.layout import Box, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
+from tilework.layout.internal import Splits, axes_of, box_at, normal_form, order_in, shards
 from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]
@@ -370,9 +361,7 @@ def _new_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, order: Ints | None
 ) -> DTensorSpec:
     shape = tuple(map(int, shape))
-    layout = Layout(tuple(map(native_placement, placements)), order)
-    splits = splits_of(shape, mesh.spec.shape, layout)
-    layout = normal_layout(layout, splits)
+    layout, splits = normal_form(shape, mesh.spec.shape, placements, order)
     return DTensorSpec(mesh, layout.placements, shape, layout.order, splits)
 
 

@@ -1,6 +1,7 @@
 """Boxes: regions of a tensor, by offset and size in each dim.
 
-Chunks of an extent have sizes and offsets as in ``torch.chunk``, or explicit sizes.
+Chunks of an extent have sizes and offsets as in ``torch.chunk``, or explicit sizes; several axes of
+a mesh shard a dim one after the other.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -271,3 +273,156 @@ def infer_chunking(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
         ):
             return dim
     return None
+
+
+# -- shards of one dim -----------------------------------------------------------------------
+
+#: A mesh axis, and the sizes of the shards into which it splits; None: as ``torch.chunk`` splits.
+Split = tuple[int, Ints | None]
+#: The splits of one dim, the outermost first.
+Splits = tuple[Split, ...]
+
+
+def axes_of(splits: Splits) -> Ints:
+    """The axes that shard a dim, the outermost first."""
+    return tuple([axis for axis, _ in splits])
+
+
+def shard_sizes(extent: int, length: int, sizes: Ints | None) -> Ints | None:
+    """The sizes of the shards of an extent along one axis; None if ``sizes`` do not add up to it.
+
+    Args:
+        extent: The extent that is split.
+        length: The number of ranks along the axis.
+        sizes: Explicit sizes; None: as ``torch.chunk`` splits.
+    """
+    if sizes is None:
+        return tuple(chunk_sizes(extent, length))
+    return sizes if sum(sizes) == extent else None
+
+
+def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
+    """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
+
+    There is a shard for each combination of coordinates along the axes of ``splits``, the last axis
+    running fastest: in the order of offsets.
+
+    Args:
+        extent: The extent that is sharded.
+        lengths: The number of ranks along each axis of the mesh.
+        splits: The axes that shard the extent.
+
+    Example:
+        >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
+        ((0, 3, 5, 7), (3, 2, 2, 1))
+    """
+    spans = [(0, extent)]
+    for axis, sizes in splits:
+        inner: list[tuple[int, int]] = []
+        for start, size in spans:
+            parts = shard_sizes(size, lengths[axis], sizes) or ()
+            inner += [(start + at, part) for at, part in zip(offsets_of(parts), parts, strict=True)]
+        spans = inner
+    return tuple([start for start, _ in spans]), tuple([size for _, size in spans])
+
+
+def shard_at(
+    extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]
+) -> tuple[int, int]:
+    """Offset and size of the shard of an extent at a mesh coordinate.
+
+    Example:
+        >>> shard_at(8, (2, 2), ((1, (5, 3)), (0, None)), (1, 0))
+        (3, 2)
+    """
+    offset = 0
+    for axis, sizes in splits:
+        at = coordinate[axis]
+        if sizes is None:
+            start, extent = chunk_at(extent, lengths[axis], at)
+        else:
+            start, extent = sum(sizes[:at]), sizes[at]
+        offset += start
+    return offset, extent
+
+
+@lru_cache(maxsize=4096)
+def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
+    """The different sizes that shards of an extent have, ascending; empty if sizes do not fit.
+
+    Example:
+        >>> shard_extents(8, (2, 2), ((1, (5, 3)), (0, None)))
+        (1, 2, 3)
+    """
+    extents = {extent}
+    for axis, sizes in splits:
+        parts = [shard_sizes(size, lengths[axis], sizes) for size in extents]
+        if None in parts:
+            return ()
+        extents = {part for each in parts for part in each or ()}
+    return tuple(sorted(extents))
+
+
+def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | None, ...] | None:
+    """The sizes of each axis's shards, from all shards' sizes: the inverse of :func:`shards`.
+
+    Args:
+        sizes: The sizes of all shards, in the order of offsets.
+        lengths: The number of ranks along each sharding axis, the outermost first.
+
+    Returns:
+        For each axis the sizes (None: as ``torch.chunk`` splits); None if no placement has these
+        shards, because an axis splits equally everywhere.
+
+    Example:
+        >>> infer_splits((3, 2, 2, 1), (2, 2)), infer_splits((3, 2, 1, 2), (2, 2))
+        (((5, 3), None), None)
+    """
+    inferred: list[Ints | None] = []
+    for length in reversed(lengths):
+        groups = [tuple(sizes[at : at + length]) for at in range(0, len(sizes), length)]
+        if _are_chunks(groups, length):
+            inferred.append(None)
+        elif len(set(groups)) == 1:
+            inferred.append(groups[0])
+        else:
+            return None
+        sizes = [sum(group) for group in groups]
+    return tuple(reversed(inferred))
+
+
+def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
+    return all(list(group) == chunk_sizes(sum(group), length) for group in groups)
+
+
+def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
+    """For each combination of coordinates along ``axes``, the number of the part along ``others``.
+
+    Combinations are numbered from 0; the last axis runs fastest. ``axes`` contains ``others``.
+
+    Example:
+        >>> combination_index((0, 1), (1,), (2, 3))
+        [0, 1, 2, 0, 1, 2]
+    """
+    strides, stride = dict.fromkeys(axes, 0), 1
+    for axis in reversed(others):
+        strides[axis] = stride
+        stride *= lengths[axis]
+    return sums_of_combinations([[strides[a] * i for i in range(lengths[a])] for a in axes])
+
+
+def sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
+    """The sum of each combination of a number from each sequence; the last runs fastest."""
+    sums = [0]
+    for numbers in choices:
+        sums = [total + number for total in sums for number in numbers]
+    return sums
+
+
+def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:
+    """The region of a tensor that the rank at a mesh coordinate holds."""
+    spans = [
+        shard_at(extent, lengths, of_dim, coordinate)
+        for extent, of_dim in zip(shape, splits, strict=True)
+    ]
+    return trusted_box(tuple([start for start, _ in spans]), tuple([size for _, size in spans]))

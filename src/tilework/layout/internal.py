@@ -1,6 +1,19 @@
 """Names that the other packages of tilework use, besides the public names."""
 
-from tilework.layout.box import Ints, trusted_box, whole_box, whole_number, whole_numbers
+from tilework.layout.box import (
+    Ints,
+    Splits,
+    axes_of,
+    box_at,
+    infer_splits,
+    shard_at,
+    shard_extents,
+    shards,
+    trusted_box,
+    whole_box,
+    whole_number,
+    whole_numbers,
+)
 from tilework.layout.box_columns import BoxIndex
 from tilework.layout.cost import DEFAULT_COST, AxisChange
 from tilework.layout.placements import (
@@ -12,16 +25,5 @@ from tilework.layout.placements import (
     refuse_torch_caller,
 )
 from tilework.layout.planning import replicated_tiling, transfer_plan
-from tilework.layout.sharding import (
-    Splits,
-    axes_of,
-    box_at,
-    existing_dim,
-    infer_splits,
-    normal_layout,
-    shard_at,
-    shard_extents,
-    shards,
-    splits_of,
-)
+from tilework.layout.sharding import existing_dim, normal_form
 from tilework.layout.tiling import trusted_tile, trusted_tiling

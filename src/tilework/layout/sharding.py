@@ -1,4 +1,4 @@
-"""Sharding of tensors by mesh axes: the one place that knows where shards begin and end.
+"""Sharding of tensors by mesh axes: the one place, with ``box.py``, that knows where shards begin.
 
 Several axes may shard one dim, in an order: the outermost axis splits the whole extent, the next
 splits each of these shards, and so on. The ``splits`` of a dim are that order as a tuple; each
@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from tilework.layout.box import (
     Box,
     Ints,
-    chunk_at,
+    Splits,
+    axes_of,
     chunk_offsets,
     chunk_sizes,
-    offsets_of,
+    combination_index,
+    shard_extents,
+    shards,
+    sums_of_combinations,
     trusted_box,
 )
 from tilework.layout.placements import (
@@ -33,155 +36,12 @@ from tilework.layout.placements import (
     Replicate,
     Shard,
     check_placements,
+    native_placement,
 )
 from tilework.layout.tiling import Tile, Tiling, trusted_tile, trusted_tiling
 
-#: A mesh axis, and the sizes of the shards into which it splits; None: as ``torch.chunk`` splits.
-Split = tuple[int, Ints | None]
-#: The splits of one dim, the outermost first.
-Splits = tuple[Split, ...]
-
 #: The ranks of a mesh, as lists in lists (or tuples), one level for each axis.
 Mesh = Sequence[Any]
-
-
-# -- shards of one dim -----------------------------------------------------------------------
-
-
-def axes_of(splits: Splits) -> Ints:
-    """The axes that shard a dim, the outermost first."""
-    return tuple([axis for axis, _ in splits])
-
-
-def shard_sizes(extent: int, length: int, sizes: Ints | None) -> Ints | None:
-    """The sizes of the shards of an extent along one axis; None if ``sizes`` do not add up to it.
-
-    Args:
-        extent: The extent that is split.
-        length: The number of ranks along the axis.
-        sizes: Explicit sizes; None: as ``torch.chunk`` splits.
-    """
-    if sizes is None:
-        return tuple(chunk_sizes(extent, length))
-    return sizes if sum(sizes) == extent else None
-
-
-def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
-    """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
-
-    There is a shard for each combination of coordinates along the axes of ``splits``, the last axis
-    running fastest: in the order of offsets.
-
-    Args:
-        extent: The extent that is sharded.
-        lengths: The number of ranks along each axis of the mesh.
-        splits: The axes that shard the extent.
-
-    Example:
-        >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
-        ((0, 3, 5, 7), (3, 2, 2, 1))
-    """
-    spans = [(0, extent)]
-    for axis, sizes in splits:
-        inner: list[tuple[int, int]] = []
-        for start, size in spans:
-            parts = shard_sizes(size, lengths[axis], sizes) or ()
-            inner += [(start + at, part) for at, part in zip(offsets_of(parts), parts, strict=True)]
-        spans = inner
-    return tuple([start for start, _ in spans]), tuple([size for _, size in spans])
-
-
-def shard_at(
-    extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]
-) -> tuple[int, int]:
-    """Offset and size of the shard of an extent at a mesh coordinate.
-
-    Example:
-        >>> shard_at(8, (2, 2), ((1, (5, 3)), (0, None)), (1, 0))
-        (3, 2)
-    """
-    offset = 0
-    for axis, sizes in splits:
-        at = coordinate[axis]
-        if sizes is None:
-            start, extent = chunk_at(extent, lengths[axis], at)
-        else:
-            start, extent = sum(sizes[:at]), sizes[at]
-        offset += start
-    return offset, extent
-
-
-@lru_cache(maxsize=4096)
-def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
-    """The different sizes that shards of an extent have, ascending; empty if sizes do not fit.
-
-    Example:
-        >>> shard_extents(8, (2, 2), ((1, (5, 3)), (0, None)))
-        (1, 2, 3)
-    """
-    extents = {extent}
-    for axis, sizes in splits:
-        parts = [shard_sizes(size, lengths[axis], sizes) for size in extents]
-        if None in parts:
-            return ()
-        extents = {part for each in parts for part in each or ()}
-    return tuple(sorted(extents))
-
-
-def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | None, ...] | None:
-    """The sizes of each axis's shards, from all shards' sizes: the inverse of :func:`shards`.
-
-    Args:
-        sizes: The sizes of all shards, in the order of offsets.
-        lengths: The number of ranks along each sharding axis, the outermost first.
-
-    Returns:
-        For each axis the sizes (None: as ``torch.chunk`` splits); None if no placement has these
-        shards, because an axis splits equally everywhere.
-
-    Example:
-        >>> infer_splits((3, 2, 2, 1), (2, 2)), infer_splits((3, 2, 1, 2), (2, 2))
-        (((5, 3), None), None)
-    """
-    inferred: list[Ints | None] = []
-    for length in reversed(lengths):
-        groups = [tuple(sizes[at : at + length]) for at in range(0, len(sizes), length)]
-        if _are_chunks(groups, length):
-            inferred.append(None)
-        elif len(set(groups)) == 1:
-            inferred.append(groups[0])
-        else:
-            return None
-        sizes = [sum(group) for group in groups]
-    return tuple(reversed(inferred))
-
-
-def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
-    return all(list(group) == chunk_sizes(sum(group), length) for group in groups)
-
-
-def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
-    """For each combination of coordinates along ``axes``, the number of the part along ``others``.
-
-    Combinations are numbered from 0; the last axis runs fastest. ``axes`` contains ``others``.
-
-    Example:
-        >>> combination_index((0, 1), (1,), (2, 3))
-        [0, 1, 2, 0, 1, 2]
-    """
-    strides, stride = dict.fromkeys(axes, 0), 1
-    for axis in reversed(others):
-        strides[axis] = stride
-        stride *= lengths[axis]
-    return _sums_of_combinations([[strides[a] * i for i in range(lengths[a])] for a in axes])
-
-
-def _sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
-    """The sum of each combination of a number from each sequence; the last runs fastest."""
-    sums = [0]
-    for numbers in choices:
-        sums = [total + number for total in sums for number in numbers]
-    return sums
 
 
 # -- layouts of all dims ---------------------------------------------------------------------
@@ -225,6 +85,15 @@ def _normal_sizes(
     return None if chunks else sizes
 
 
+def normal_form(
+    shape: Ints, lengths: Ints, placements: Sequence[Any], order: Ints | None
+) -> tuple[Layout, tuple[Splits, ...]]:
+    """The normal form of a layout, whose placements may be torch's, and the splits of each dim."""
+    layout = Layout(tuple(map(native_placement, placements)), order)
+    splits = splits_of(shape, lengths, layout)
+    return normal_layout(layout, splits), splits
+
+
 def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
     """The normal form of a layout, in which layouts that differ only in spelling are equal values.
 
@@ -253,15 +122,6 @@ def normal_order(count: int, splits: Sequence[Splits]) -> Ints | None:
         for place, axis in zip(sorted(axes), axes, strict=True):
             order[place] = axis
     return None if order == list(range(count)) else tuple(order)
-
-
-def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:
-    """The region of a tensor that the rank at a mesh coordinate holds."""
-    spans = [
-        shard_at(extent, lengths, of_dim, coordinate)
-        for extent, of_dim in zip(shape, splits, strict=True)
-    ]
-    return trusted_box(tuple([start for start, _ in spans]), tuple([size for _, size in spans]))
 
 
 def mesh_tiling(
@@ -306,7 +166,7 @@ def mesh_tiling(
     spans = _spans(lengths)
     # The index in ``ranks`` of each combination of coordinates along some axes.
     cells, copies, firsts = (
-        _sums_of_combinations([spans[axis] for axis in axes])
+        sums_of_combinations([spans[axis] for axis in axes])
         for axes in (sharding, kinds[Replicate], kinds[Partial])
     )
     boxes = list(zip(cells, _boxes(shape, lengths, splits, sharding), strict=True))

@@ -10,18 +10,10 @@ from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Literal
 
-from tilework.layout.box import Ints
+from tilework.layout.box import Ints, Splits, axes_of, combination_index, shard_extents, shards
 from tilework.layout.cost import CostModel
 from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
-from tilework.layout.sharding import (
-    Splits,
-    axes_of,
-    combination_index,
-    normal_order,
-    shard_extents,
-    shards,
-    splits_of,
-)
+from tilework.layout.sharding import normal_order, splits_of
 
 #: :func:`shards`, cached, as a search asks for the same few again and again.
 shards_once = lru_cache(maxsize=4096)(shards)
