@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.number import NumberError, WrongNumberError, is_float
+from tilework.capture.program.passes import table_of
 from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.same_program import VotingRanks, Way
-from tilework.capture.program.starting import table_of
 from tilework.capture.recording.arguments import StepCall, flatten
 from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call

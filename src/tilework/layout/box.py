@@ -301,6 +301,7 @@ def shard_sizes(extent: int, length: int, sizes: Ints | None) -> Ints | None:
     return sizes if sum(sizes) == extent else None
 
 
+@lru_cache(maxsize=4096)
 def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
     """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
 
@@ -417,6 +418,49 @@ def sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
     for numbers in choices:
         sums = [total + number for total in sums for number in numbers]
     return sums
+
+
+def most_moved(
+    shape: Ints, lengths: Ints, source: Sequence[Splits], target: Sequence[Splits]
+) -> int:
+    """The largest number of elements that any rank sends or receives from ``source`` to ``target``.
+
+    A rank needs the elements of its shard of ``target`` that are not in its shard of ``source``.
+    Ranks with the same shard share the sending.
+    """
+    before, after = (
+        {axis for splits in of_dims for axis in axes_of(splits)} for of_dims in (source, target)
+    )
+    readers = math.prod([lengths[axis] for axis in before - after])
+    owners = math.prod([lengths[axis] for axis in after - before])
+    sharding = sorted(before | after)
+    columns = []
+    for dim, extent in enumerate(shape):
+        ends = source[dim], target[dim]
+        axes = sorted({axis for splits in ends for axis in axes_of(splits)})
+        table = _extents_by_rank(extent, lengths, axes, *ends)
+        columns.append([table[i] for i in combination_index(sharding, axes, lengths)])
+    most = 0
+    for extents in set(zip(*columns, strict=True)):
+        had, wanted, kept = (math.prod(numbers) for numbers in zip(*extents, strict=True))
+        most = max(most, wanted - kept, -(-had * readers // owners) - kept)
+    return most
+
+
+def _extents_by_rank(
+    extent: int, lengths: Ints, axes: Sequence[int], source: Splits, target: Splits
+) -> list[Ints]:
+    """By coordinates along ``axes``: sizes of a shard before, after, and of the overlap."""
+    (starts, sizes), (starts_after, sizes_after) = (
+        shards(extent, lengths, splits) for splits in (source, target)
+    )
+    here, there = (combination_index(axes, axes_of(s), lengths) for s in (source, target))
+    extents: list[Ints] = []
+    for i, j in zip(here, there, strict=True):
+        low, high = max(starts[i], starts_after[j]), starts[i] + sizes[i]
+        high = min(high, starts_after[j] + sizes_after[j])
+        extents.append((sizes[i], sizes_after[j], max(0, high - low)))
+    return extents
 
 
 def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:

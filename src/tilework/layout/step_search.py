@@ -6,17 +6,22 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations
 from typing import Literal
 
-from tilework.layout.box import Ints, Splits, axes_of, combination_index, shard_extents, shards
+from tilework.layout.box import (
+    Ints,
+    Splits,
+    axes_of,
+    combination_index,
+    most_moved,
+    shard_extents,
+    shards,
+)
 from tilework.layout.cost import CostModel
 from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
 from tilework.layout.sharding import normal_order, splits_of
-
-#: :func:`shards`, cached, as a search asks for the same few again and again.
-shards_once = lru_cache(maxsize=4096)(shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,47 +96,6 @@ def most_elements(
             if dim not in excluded
         ]
     )
-
-
-def most_moved(shape: Ints, lengths: Ints, source: ShardState, target: ShardState) -> int:
-    """The largest number of elements that any rank sends or receives from ``source`` to ``target``.
-
-    A rank needs the elements of its shard of ``target`` that are not in its shard of ``source``.
-    Ranks with the same shard share the sending.
-    """
-    before, after = (
-        {axis for splits in state.splits for axis in axes_of(splits)} for state in (source, target)
-    )
-    readers = math.prod([lengths[axis] for axis in before - after])
-    owners = math.prod([lengths[axis] for axis in after - before])
-    sharding = sorted(before | after)
-    columns = []
-    for dim, extent in enumerate(shape):
-        ends = source.splits[dim], target.splits[dim]
-        axes = sorted({axis for splits in ends for axis in axes_of(splits)})
-        table = _extents_by_rank(extent, lengths, axes, *ends)
-        columns.append([table[i] for i in combination_index(sharding, axes, lengths)])
-    most = 0
-    for extents in set(zip(*columns, strict=True)):
-        had, wanted, kept = (math.prod(numbers) for numbers in zip(*extents, strict=True))
-        most = max(most, wanted - kept, -(-had * readers // owners) - kept)
-    return most
-
-
-def _extents_by_rank(
-    extent: int, lengths: Ints, axes: Sequence[int], source: Splits, target: Splits
-) -> list[Ints]:
-    """By coordinates along ``axes``: sizes of a shard before, after, and of the overlap."""
-    (starts, sizes), (starts_after, sizes_after) = (
-        shards_once(extent, lengths, splits) for splits in (source, target)
-    )
-    here, there = (combination_index(axes, axes_of(s), lengths) for s in (source, target))
-    extents: list[Ints] = []
-    for i, j in zip(here, there, strict=True):
-        low, high = max(starts[i], starts_after[j]), starts[i] + sizes[i]
-        high = min(high, starts_after[j] + sizes_after[j])
-        extents.append((sizes[i], sizes_after[j], max(0, high - low)))
-    return extents
 
 
 StepKind = Literal[
@@ -226,7 +190,7 @@ class SearchSpace:
                 n = self._members(axes_of(splits))
                 moved = 0
                 for extent in shard_extents(self.shape[dim], self.lengths, at.splits[dim]):
-                    _, sizes = shards_once(extent, self.lengths, splits)
+                    _, sizes = shards(extent, self.lengths, splits)
                     moved = max(moved, extent - min(sizes), (n - 1) * max(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
                 after = at.sharded(dim, splits)
@@ -252,9 +216,9 @@ class SearchSpace:
         pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
         most = 0
         for gathered in shard_extents(self.shape[here], self.lengths, after.splits[here]):
-            _, before = shards_once(gathered, self.lengths, off)
+            _, before = shards(gathered, self.lengths, off)
             for extent in shard_extents(self.shape[there], self.lengths, at.splits[there]):
-                _, parts = shards_once(extent, self.lengths, on)
+                _, parts = shards(extent, self.lengths, on)
                 for size, place in zip(before, pairs, strict=True):
                     part = parts[place]
                     most = max(most, size * (extent - part), (gathered - size) * part)
@@ -266,7 +230,7 @@ class SearchSpace:
                 splits, after = at.splits[dim][-count:], at.gathered(dim, count)
                 moved = 0
                 for extent in shard_extents(self.shape[dim], self.lengths, after.splits[dim]):
-                    _, sizes = shards_once(extent, self.lengths, splits)
+                    _, sizes = shards(extent, self.lengths, splits)
                     moved = max(moved, extent - min(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
                 yield self._edge("all_gather", axes_of(splits), after, moved)
@@ -279,7 +243,7 @@ class SearchSpace:
             for splits in (old, new)
             for axis in axes_of(splits[_common(old, new) :])
         }
-        moved = most_moved(self.shape, self.lengths, at, after)
+        moved = most_moved(self.shape, self.lengths, at.splits, after.splits)
         return self._edge("plan", tuple(sorted(moving)), after, moved, _PLAN_MESSAGES)
 
     def _edge(

@@ -21,7 +21,7 @@ from torch import Tensor
 import tilework.distributed as dist
 from tests.capture.twins import same_bits
 from tilework.capture import capture
-from tilework.capture.program import starting
+from tilework.capture.program import passes
 from tilework.testing import run_ranks
 
 #: Statements on x, y, z and the state s, of six elements, w of twelve, and h, a view of three.
@@ -127,8 +127,8 @@ def main() -> None:
         assert wrong is None, wrong
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starting, "LEAST_BYTES", 0)
-        patch.setattr(starting, "has_spare_core", lambda ranks: True)
+        patch.setattr(passes, "LEAST_BYTES", 0)
+        patch.setattr(passes, "has_spare_core", lambda ranks: True)
         tries()
 
 

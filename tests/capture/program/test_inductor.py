@@ -18,7 +18,7 @@ from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
 from tilework.capture import capture
 from tilework.capture.modules import compiled_function
-from tilework.capture.program import inductor, starting
+from tilework.capture.program import inductor, passes
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
@@ -303,8 +303,8 @@ def test_a_second_process_takes_the_program_from_torchs_cache() -> None:
 
 
 def test_collectives_that_passes_merge_and_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "LEAST_BYTES", 1)
-    monkeypatch.setattr(starting, "has_spare_core", lambda ranks: True)
+    monkeypatch.setattr(passes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(passes, "has_spare_core", lambda ranks: True)
 
     def program(rank: int) -> str:
         def step(x: Tensor, y: Tensor) -> Any:

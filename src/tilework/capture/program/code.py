@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.capture.program.graph import Graph
 from tilework.capture.program.inductor import Compiled
-from tilework.capture.program.option import Option
+from tilework.capture.program.place import Option
 from tilework.capture.program.python_code import PythonCode, groups_of, write
 from tilework.capture.program.same_program import Digests
 from tilework.capture.program.skeleton import Skeleton, take_apart, with_holes

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilework.capture.program.graph import Graph, Value
 from tilework.capture.program.number import Number
-from tilework.capture.program.option import Option
-from tilework.capture.program.place import StatePlace, memory_layout_of
+from tilework.capture.program.place import Option, StatePlace, memory_layout_of
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import forget_grad, wrap_as
 

@@ -15,7 +15,7 @@ _FAST = {
 
 
 def wait_for(work: Work, *tensors: Any) -> None:
-    """Wait for a collective that :mod:`a pass <tilework.capture.program.starting>` has started.
+    """Wait for a collective that :mod:`a pass <tilework.capture.program.passes>` has started.
 
     Args:
         work: The collective.

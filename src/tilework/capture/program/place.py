@@ -1,4 +1,4 @@
-"""Places: where a program finds tensors and numbers, and where it puts tensors."""
+"""Places outside of a program, of tensors and floats that it reads; floats that are inputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tilework.capture.program.number import Number
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import forget_grad, local_tensor_of
 
@@ -140,3 +141,27 @@ def key_of_constant(value: Any) -> tuple[Any, ...]:
 def plain(tensor: Any) -> Any:
     """The local tensor of a DTensor; other things unchanged."""
     return local_tensor_of(tensor) if tensor.__class__ is DTensor else tensor
+
+
+class Option(NamedTuple):
+    """A float, such as a learning rate, as an input of a program.
+
+    Attributes:
+        place: The place of the float, or of the tuple or list that holds the float.
+        part: The position in the tuple or list, such as betas; None: the float is at the place.
+        number: The number that stands for the float in the program.
+        text: The float in words, such as "lr of group 0 of SGD".
+        is_of_optimizer: True for a float of an optimizer or a scheduler.
+    """
+
+    place: StatePlace | Argument
+    part: int | None
+    number: Number
+    text: str
+    is_of_optimizer: bool
+
+    def get(self, leaves: Sequence[Any]) -> Any:
+        """The float that is there now, given the leaves of a call's arguments."""
+        place = self.place
+        value = leaves[place.number] if isinstance(place, Argument) else place.get()
+        return value if self.part is None else value[self.part]

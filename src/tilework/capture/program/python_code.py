@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tilework.capture.program.graph import Graph, Hole, Input, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
-from tilework.capture.program.option import Option
-from tilework.capture.program.place import Argument
+from tilework.capture.program.place import Argument, Option
 from tilework.capture.program.same_program import digest_offsets
 from tilework.comm import provenance_digest
 from tilework.dtensor import DTensor

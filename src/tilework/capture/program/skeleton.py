@@ -18,7 +18,7 @@ from tilework.capture.program.expected import Expected
 from tilework.capture.program.graph import Graph, Hole, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
-from tilework.capture.program.option import Option
+from tilework.capture.program.place import Option
 from tilework.dtensor.internal import DTensorSpec
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from operator import index
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -309,7 +309,7 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _handler(func: Any) -> Handler:
     if is_of_torch_distributed(func):
         return refuse_of_torch_distributed
-    if (of_torch := original_init(func)) is not func:
+    if isinstance(func, FunctionType) and (of_torch := original_init(func)) is not func:
         return lambda _, args, kwargs: dispatch(of_torch, args, kwargs)
     entry, in_place = find(func)
     if entry.dtensor_handler is not None:

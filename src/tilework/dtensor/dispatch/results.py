@@ -120,22 +120,6 @@ def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
         tensor._viewed = tensor._view_of = tensor._memory = None
 
 
-def show_base(result: Any, base: Tensor) -> None:
-    """Let the provenance digest of views depend on that of ``base``, the call's first tensor.
-
-    So a later write to the base counts, too.
-    """
-    if base.__class__ is not DTensor:
-        return
-    if result.__class__ is DTensor:
-        if result is not base:
-            result._made, result._digest = result._digest, None
-        return
-    for tensor in tensors_in(result):
-        if tensor is not base and tensor.__class__ is DTensor:
-            tensor._made, tensor._digest = tensor._digest, None
-
-
 def full_value(tensor: Any, name: str) -> Any:
     """A DTensor's full value, on which the result of ``name`` depends; other tensors as they are.
 

@@ -22,7 +22,6 @@ from tilework.dtensor.dispatch.results import (
     reduced,
     replicated,
     result_outside,
-    show_base,
     wrapped,
     write,
 )
@@ -231,12 +230,28 @@ def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: DTensorCa
 def _view(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     if result is call.tensors[0]:  # as real numbers are their real parts
         return result
-    show_base(result, call.tensors[0])
+    _show_base(result, call.tensors[0])
     base = call.args[0] if call.args else None
     if result.__class__ is DTensor and base.__class__ is DTensor:  # mostly
         moved_views.note_viewed(result, base, call.func, call.args, call.kwargs)
         return result
     return moved_views.viewed(result, False, call.func, call.args, call.kwargs)
+
+
+def _show_base(result: Any, base: Tensor) -> None:
+    """Let the provenance digest of views depend on that of ``base``, the call's first tensor.
+
+    So a later write to the base counts, too.
+    """
+    if base.__class__ is not DTensor:
+        return
+    if result.__class__ is DTensor:
+        if result is not base:
+            result._made, result._digest = result._digest, None
+        return
+    for tensor in tensors_in(result):
+        if tensor is not base and tensor.__class__ is DTensor:
+            tensor._made, tensor._digest = tensor._digest, None
 
 
 def _maybe_copy(operation: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
@@ -246,13 +261,13 @@ def _maybe_copy(operation: Ways, sharding: OpSharding, result: Any, call: DTenso
     local = result._local_tensor if result.__class__ is DTensor else base._local_tensor
     if local._base is not None or storage_of(local) == storage_of(base._local_tensor):
         return _view(operation, sharding, result, call)
-    show_base(result, base)
+    _show_base(result, base)
     moved_views.mark_local_copy(result, base)
     return result
 
 
 def _copied_view(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
-    show_base(result, call.tensors[0])
+    _show_base(result, call.tensors[0])
     write = getattr(sharding.way, "write", None)
     return moved_views.viewed(result, True, call.func, call.args, call.kwargs, write)
 

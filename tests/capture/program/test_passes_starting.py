@@ -14,14 +14,14 @@ from tests.capture.program.collective_programs import difference, programs
 from tests.capture.twins import run_twins
 from tests.hypothesis_settings import examples
 from tilework.capture import capture
-from tilework.capture.program import merging, starting
+from tilework.capture.program import merging, passes
 from tilework.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def small_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "LEAST_BYTES", 1)
-    monkeypatch.setattr(starting, "has_spare_core", lambda ranks: True)
+    monkeypatch.setattr(passes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(passes, "has_spare_core", lambda ranks: True)
     monkeypatch.setattr(merging, "SMALL_BYTES", 0)
 
 
@@ -96,7 +96,7 @@ def test_small_collectives_block(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(x)
         return y.sin(), x * 2
 
-    monkeypatch.setattr(starting, "LEAST_BYTES", 17)
+    monkeypatch.setattr(passes, "LEAST_BYTES", 17)
     assert "wait" not in order_of(step, torch.ones(4), torch.ones(9))
 
 
@@ -105,7 +105,7 @@ def test_ranks_without_a_second_core_block(monkeypatch: pytest.MonkeyPatch) -> N
         dist.all_reduce(x)
         return y.sin(), x * 2
 
-    monkeypatch.setattr(starting, "has_spare_core", lambda ranks: ranks < 2)
+    monkeypatch.setattr(passes, "has_spare_core", lambda ranks: ranks < 2)
     assert "wait" not in order_of(step, torch.ones(4), torch.ones(9))
 
 
@@ -115,7 +115,7 @@ def test_few_bytes_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(y)
         return z.sin(), x + y
 
-    monkeypatch.setattr(starting, "MOST_BYTES", 31)
+    monkeypatch.setattr(passes, "MOST_BYTES", 31)
     assert order_of(step, *torch.ones(3, 8))[:2] == ["allreduce", "allreduce"]
 
 
