@@ -48,4 +48,4 @@ from tilework.tiled.op_table import (
     schemas_of,
 )
 from tilework.tiled.pattern_rules import match_pattern
-from tilework.tiled.tensor import TiledTensor, is_called_within
+from tilework.tiled.tiled_tensor import TiledTensor, is_called_within
