@@ -9,11 +9,14 @@ Example:
 
 from tilework.inspect.format import TraceError
 from tilework.inspect.judging import Late, Speed, Summary, summarize
+from tilework.inspect.memory import MemoryByUse, Peak
 from tilework.inspect.timeline import Timeline, read_timeline
 from tilework.inspect.traced_block import Seen, trace
 
 __all__ = [
     "Late",
+    "MemoryByUse",
+    "Peak",
     "Seen",
     "Speed",
     "Summary",
