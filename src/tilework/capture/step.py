@@ -24,6 +24,7 @@ from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.comm.operations.internal import span
 from tilework.comm.per_call.internal import current_recorder
+from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import DTensorSpec, layout_of, local_tensor_of
 from tilework.errors import CaptureError, DistError
@@ -162,6 +163,7 @@ class Program(Generic[P, T]):
                     result = record.run(inputs)
                 if result is NOT_CURRENT:
                     continue
+                current_world().notes.steps += 1
                 self._unused = 0
                 return result
             call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)

@@ -9,11 +9,14 @@ from tilework.comm.flight.document import (
     decode,
     printable,
 )
-from tilework.comm.flight.history import named
+from tilework.comm.flight.history import History, named
+from tilework.comm.flight.ring import RUNNING, Entry
+from tilework.comm.flight.stragglers import blocking
 from tilework.comm.flight.watch import (
     DIRECTORY_VARIABLE,
     LAUNCHER_SIGNAL,
     TRACE_VARIABLE,
+    WATCH_VARIABLE,
     arm,
     armed,
 )

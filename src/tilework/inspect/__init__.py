@@ -10,6 +10,7 @@ Example:
 from tilework.inspect.format import TraceError
 from tilework.inspect.judging import Late, Speed, Summary, summarize
 from tilework.inspect.memory import MemoryByUse, Peak
+from tilework.inspect.steps import count_steps
 from tilework.inspect.timeline import Timeline, read_timeline
 from tilework.inspect.traced_block import Seen, trace
 
@@ -22,6 +23,7 @@ __all__ = [
     "Summary",
     "Timeline",
     "TraceError",
+    "count_steps",
     "read_timeline",
     "summarize",
     "trace",

@@ -127,6 +127,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--node-rank", "--node_rank", type=int, default=0, metavar="K", help=_NODE_RANK_HELP)
     add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
     add("--trace", type=Path, metavar="D", help="write what ranks do to D, for tilework trace D")
+    add("--watch", type=_timeout, metavar="S", help=_WATCH_HELP)
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
     rest = add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
@@ -134,6 +135,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(parser=parser, command=lambda options: _run(parser, options))
 
 
+_WATCH_HELP = "every S seconds a line: steps, who is behind, share of waiting, memory"
 _RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
 #: torchrun's name of -n, in both spellings.
 _TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
@@ -203,6 +205,7 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
         node_rank=options.node_rank,
         rdzv=options.rdzv,
         trace=options.trace,
+        watch=options.watch,
     )
 
 

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tilework.comm.launching import MIN_RANKS_VARIABLE, REJOIN_VARIABLE, TRACE_VARIABLE
+from tilework.comm.launching import (
+    MIN_RANKS_VARIABLE,
+    REJOIN_VARIABLE,
+    TRACE_VARIABLE,
+    WATCH_VARIABLE,
+)
 from tilework.cores import THREAD_VARIABLES, threads_per_rank
 from tilework.launch.nodes import NodePlace
 from tilework.launch.settings import LaunchSettings
@@ -86,6 +91,8 @@ def rank_environment(
         own["TILEWORK_TIMEOUT"] = f"{settings.timeout.total_seconds():.15g}"
     if settings.trace is not None:
         own[TRACE_VARIABLE] = str(settings.trace.absolute())
+    if settings.watch is not None:
+        own[WATCH_VARIABLE] = "1"
     if settings.elastic is not None:
         own[MIN_RANKS_VARIABLE] = str(settings.elastic[0])
     return thread_environment(settings.nprocs, inherited) | kept | own

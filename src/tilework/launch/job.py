@@ -37,6 +37,7 @@ from tilework.launch.signals import SignalInbox, TerminationStep
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE
+from tilework.launch.watch import Watch
 from tilework.rendezvous.internal import EndedRanks, launcher_store
 from tilework.store import Store, StoreServer
 
@@ -61,6 +62,8 @@ class Frontend:
     on_asked: Callable[[], None]
     #: The CPUs of each rank of this host, by local rank; empty: any.
     cpus: CpuSets = ()
+    #: Given if lines about this host's ranks are wanted.
+    watch: Watch | None = None
 
 
 class Job:
@@ -347,6 +350,7 @@ class Job:
             self._note_end,
             own_children,
             None if self._nodes is None else self._nodes.link,
+            front.watch,
         )
 
     # Ending

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NoReturn, cast
 
-from tilework.comm.launching import TRACE_VARIABLE
+from tilework.comm.launching import TRACE_VARIABLE, WATCH_VARIABLE
 from tilework.comm.launching import arm as arm_flight_records
 from tilework.launch import linux
 from tilework.launch.failure_report import describe, encode, summary
@@ -131,6 +131,8 @@ def run_program_of_rank(program: Program, plan: RankPlan) -> int:
     me = os.getpid()
     try:
         with _traced():
+            if WATCH_VARIABLE in os.environ:
+                _count_steps()
             program.run(plan.rank)
     except BaseException as error:
         code = _exit_code(error)
@@ -156,6 +158,13 @@ def _traced() -> contextlib.AbstractContextManager[object]:
     from tilework.inspect import trace
 
     return trace(folder)
+
+
+def _count_steps() -> None:
+    """Count steps of optimizers, for the launcher's lines."""
+    from tilework.inspect import count_steps
+
+    count_steps()
 
 
 def end(code: int) -> NoReturn:

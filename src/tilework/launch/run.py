@@ -24,6 +24,7 @@ from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, die_quietly
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Outcome
+from tilework.launch.watch import Watch
 
 #: Imported once before forking, so that no rank has to.
 _PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm.shm_backend")
@@ -142,6 +143,7 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
             parts.print_failure,
             parts.print_flight_folder,
             parts.cpus,
+            _watch(settings, parts),
         )
         with Job(settings, program, threads, front, nodes=parts.nodes) as job:
             outcome = job.supervise()
@@ -152,6 +154,17 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
     parts.print_summary(outcome, job.left_behind, job.recovery)
     parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
     return outcome.exit_status
+
+
+def _watch(settings: LaunchSettings, parts: _Parts) -> Watch | None:
+    if settings.watch is None:
+        return None
+    title = f"node {settings.node_rank}: " if settings.nnodes > 1 else ""
+
+    def write(line: str) -> None:
+        parts.output.write_notice(f"tilework: {title}{line}\n")
+
+    return Watch(settings.watch.total_seconds(), parts.flight.path, write)
 
 
 def _preload() -> None:

@@ -66,6 +66,9 @@ class LaunchSettings:
     trace: Path | None = None
     """The folder that ranks write their traces to; None: ranks trace only what they choose to."""
 
+    watch: timedelta | None = None
+    """The time between two lines about the ranks of this host; None: there are none."""
+
     @property
     def outlives_ranks(self) -> bool:
         """True if the job may continue when a rank has died."""

@@ -24,6 +24,7 @@ from tilework.launch.process import RankProcess
 from tilework.launch.recovery import Answer, Recovery
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox, TerminationStep
 from tilework.launch.stdin import StandardInput
+from tilework.launch.watch import Watch
 
 #: The interval of checks where the system does not report a process's end.
 _ASK_SECONDS: Final = 0.02
@@ -87,6 +88,8 @@ class Endpoints:
     own_children: Callable[[], Sequence[int]] | None = None
     #: Given if other launchers start ranks of the job on other hosts.
     link: NodeLink | None = None
+    #: Given if lines about the ranks are wanted.
+    watch: Watch | None = None
 
 
 @dataclass(eq=False)
@@ -173,6 +176,8 @@ class Supervisor:
                 rank.check()
         if self.around.link is not None:
             self.around.link.beat()
+        if self.around.watch is not None and not self._stop_began:
+            self.around.watch.look(self.ranks, self._dump_flight_records)
         self._clear_orphans()
 
     def _readers(self) -> dict[int, Callable[[], object]]:
@@ -217,6 +222,8 @@ class Supervisor:
             due.append(time.monotonic() + _ASK_SECONDS)
         if self.around.link is not None:
             due.append(self.around.link.beat_due)
+        if self.around.watch is not None and not self._stop_began:
+            due.append(self.around.watch.due)
         if self._has_finished_ranks:
             due.append(time.monotonic() + _LOOK_FOR_STOPPED_SECONDS)
         if self.around.recovery is not None and self._outlived:

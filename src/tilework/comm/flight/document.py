@@ -98,6 +98,8 @@ class Record:
     stacks: tuple[Stack, ...]
     #: The groups of this rank.
     groups: tuple[GroupLog, ...]
+    #: Steps of the program that the rank has counted.
+    steps: int = 0
 
 
 def file_name(rank: int) -> str:
@@ -132,7 +134,7 @@ def decode(data: bytes) -> Record:
             f"the file is of version {_shown(document[_MARK])}, but this tilework reads version "
             f"{VERSION}: explain the record with the tilework that wrote it"
         )
-    return _record(_Fields(document, "the record"))
+    return _record(_Fields({"steps": 0, **document}, "the record"))
 
 
 def _shortened(value: Any) -> Any:
@@ -274,6 +276,7 @@ def _record(fields: _Fields) -> Record:
         faults=fields.items("faults", MAX_FAULTS, _fault),
         stacks=fields.items("stacks", MAX_STACKS, _stack),
         groups=fields.items("groups", MAX_GROUPS, _group),
+        steps=fields.integer("steps", 0, 1 << 62),
     )
 
 

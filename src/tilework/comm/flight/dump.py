@@ -109,6 +109,7 @@ def _record(rank: int, worlds: Sequence[World]) -> Record:
         faults=tuple(faults[: document.MAX_FAULTS]),
         stacks=tuple(_stacks(worlds[0].notes.thread)),
         groups=tuple(_groups(groups)),
+        steps=max(world.notes.steps for world in worlds),
     )
 
 

@@ -36,6 +36,8 @@ class Notes:
     faults: deque[RecordedFault] = field(default_factory=deque)
     #: True after the report that no record can be written.
     complained: bool = False
+    #: Steps so far: counted of captured steps, and of optimizers where the launcher watches.
+    steps: int = 0
 
     def add(self, fault: RecordedFault) -> None:
         """Keep a fault, unless as many faults are kept as a record may have."""

@@ -88,17 +88,30 @@ def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in entries if id(entry) not in known]
 
 
+def blocking(entries: Iterable[Entry], all_entries: Iterable[Entry]) -> list[Entry]:
+    """The operations among ``entries`` in which the rank did nothing else, by time of entry.
+
+    (Within an asynchronous operation the rank enters others.) Those that run still are left out.
+
+    Args:
+        entries: Operations of a rank.
+        all_entries: All operations of the rank.
+    """
+    begun = sorted(entry.entered for entry in all_entries)
+    return [
+        entry
+        for entry in sorted(entries, key=lambda entry: entry.entered)
+        if entry.ended is not None and not _any_between(begun, entry.entered, entry.ended)
+    ]
+
+
 class _Waits:
     """A rank's blocking time in messages, and in collectives of other groups."""
 
     def __init__(self, entries: Sequence[Entry], others: Sequence[Entry]) -> None:
         candidates = [*others, *(entry for entry in entries if not entry.number)]
-        begun = sorted(entry.entered for entry in (*entries, *others)) if candidates else []
-        self._spans: list[tuple[float, float]] = []
-        for entry in sorted(candidates, key=lambda entry: entry.entered):
-            if entry.ended is None or _any_between(begun, entry.entered, entry.ended):
-                continue  # asynchronous: the rank did other things during it
-            self._spans.append((entry.entered, entry.ended))
+        found = blocking(candidates, (*entries, *others)) if candidates else []
+        self._spans = [(entry.entered, entry.ended or 0.0) for entry in found]
         self._starts = [start for start, _ in self._spans]
 
     def seconds(self, start: float, end: float) -> float:

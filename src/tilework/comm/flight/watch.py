@@ -20,6 +20,8 @@ from typing import Final
 DIRECTORY_VARIABLE: Final = "TILEWORK_FLIGHT_DIR"
 #: The variable with the folder for traces; if unset, ranks are traced only where they ask for it.
 TRACE_VARIABLE: Final = "TILEWORK_TRACE_DIR"
+#: The variable that has a rank count steps for the launcher; if unset, it counts captured steps.
+WATCH_VARIABLE: Final = "TILEWORK_WATCH"
 WATCHER_NAME: Final = "tilework-flight"
 
 #: The launcher's signal for records: not SIGUSR1, which a program may use otherwise.
