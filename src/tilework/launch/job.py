@@ -31,13 +31,13 @@ from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import ForkStarter, FreshStarter, RankProcess, Standard, Starter
 from tilework.launch.program import Function, Program
 from tilework.launch.rank import RankPlan
+from tilework.launch.rank_line import RankLine
 from tilework.launch.recovery import Recovery
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, TerminationStep
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE
-from tilework.launch.watch import Watch
 from tilework.rendezvous.internal import EndedRanks, launcher_store
 from tilework.store import Store, StoreServer
 
@@ -63,7 +63,7 @@ class Frontend:
     #: The CPUs of each rank of this host, by local rank; empty: any.
     cpus: CpuSets = ()
     #: Given if lines about this host's ranks are wanted.
-    watch: Watch | None = None
+    watch: RankLine | None = None
 
 
 class Job:

@@ -19,12 +19,12 @@ from tilework.launch.job import Frontend, Job
 from tilework.launch.nodes import Nodes, join_nodes
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
+from tilework.launch.rank_line import RankLine
 from tilework.launch.recovery import Recovery
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, die_quietly
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Outcome
-from tilework.launch.watch import Watch
 
 #: Imported once before forking, so that no rank has to.
 _PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm.shm_backend")
@@ -156,7 +156,7 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
     return outcome.exit_status
 
 
-def _watch(settings: LaunchSettings, parts: _Parts) -> Watch | None:
+def _watch(settings: LaunchSettings, parts: _Parts) -> RankLine | None:
     if settings.watch is None:
         return None
     title = f"node {settings.node_rank}: " if settings.nnodes > 1 else ""
@@ -164,7 +164,7 @@ def _watch(settings: LaunchSettings, parts: _Parts) -> Watch | None:
     def write(line: str) -> None:
         parts.output.write_notice(f"tilework: {title}{line}\n")
 
-    return Watch(settings.watch.total_seconds(), parts.flight.path, write)
+    return RankLine(settings.watch.total_seconds(), parts.flight.path, write)
 
 
 def _preload() -> None:

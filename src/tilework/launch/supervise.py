@@ -21,10 +21,10 @@ from tilework.launch.failure_report import FailureReport, RankFailure, root_caus
 from tilework.launch.nodes import FAILED, FINISHED, INTERRUPTED, LOST, Message, NodeLink
 from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
+from tilework.launch.rank_line import RankLine
 from tilework.launch.recovery import Answer, Recovery
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox, TerminationStep
 from tilework.launch.stdin import StandardInput
-from tilework.launch.watch import Watch
 
 #: The interval of checks where the system does not report a process's end.
 _ASK_SECONDS: Final = 0.02
@@ -89,7 +89,7 @@ class Endpoints:
     #: Given if other launchers start ranks of the job on other hosts.
     link: NodeLink | None = None
     #: Given if lines about the ranks are wanted.
-    watch: Watch | None = None
+    watch: RankLine | None = None
 
 
 @dataclass(eq=False)

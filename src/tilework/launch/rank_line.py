@@ -36,7 +36,7 @@ _STANDING: Final = ("deadlock", "mismatch", "failed", "waiting", "message", "bus
 
 
 @dataclass
-class Watch:
+class RankLine:
     """Asks, reads and writes; the supervisor's loop calls :meth:`look`.
 
     Args:

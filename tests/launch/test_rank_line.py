@@ -12,7 +12,7 @@ from typing import Any
 
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import Entry
-from tilework.launch.watch import Watch, behind, share_of_waiting
+from tilework.launch.rank_line import RankLine, behind, share_of_waiting
 
 _PROGRAM = """
 import os, time, torch, tilework.distributed as dist
@@ -46,7 +46,7 @@ def test_a_line_names_steps_the_late_rank_and_memory(tmp_path: Path) -> None:
 
 def test_a_rank_without_an_answer_is_named(tmp_path: Path) -> None:
     lines: list[str] = []
-    watch = Watch(0.01, tmp_path, lines.append)
+    watch = RankLine(0.01, tmp_path, lines.append)
     ranks: Any = [SimpleNamespace(rank=3, pid=os.getpid(), alive=True)]
     asked: list[int] = []
     while not lines:
