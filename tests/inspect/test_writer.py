@@ -138,7 +138,7 @@ def test_units_captured_steps_and_checkpoints_have_spans(tmp_path: Path) -> None
     def program(rank: int) -> None:
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(4, 4))
-        step = capture(lambda x: dist.all_reduce(x))
+        step = capture(lambda x: dist.all_reduce(x + 1))
         with trace(tmp_path / "trace"):
             model(torch.ones(2, 4)).sum().backward()
             checkpoint.save(model.state_dict(), tmp_path / "saved")
@@ -149,6 +149,7 @@ def test_units_captured_steps_and_checkpoints_have_spans(tmp_path: Path) -> None
     for rank in read_timeline(tmp_path / "trace").ranks:
         names = {span.name for span in rank.spans}
         assert {"Linear (weight and 1 more)", "save a checkpoint", "captured step"} <= names
+        assert "add test_writer.py" in {name.partition(":")[0] for name in names}  # instructions
         steps = [op.site for op in rank.operations if op.what == "all_reduce float32 [3] SUM"]
         assert len(steps) >= 4  # a call that is checked runs twice
         assert all(site.startswith(__file__) for site in steps)

@@ -68,9 +68,17 @@ class ProgramCode:
         self._compiles = True
         self._first = self.graph = graph
         self.python = self._written()
+        #: The code that the traced code was made of, and the traced code.
+        self._traced: tuple[PythonCode, PythonCode] | None = None
 
-    def _written(self) -> PythonCode:
-        code = write(self.graph, self.options, self.name, len(self.holes))
+    def traced(self) -> PythonCode:
+        """The program with a span for each instruction, for ranks that are traced. Cached."""
+        if self._traced is None or self._traced[0] is not self.python:
+            self._traced = self.python, self._written(with_spans=True)
+        return self._traced[1]
+
+    def _written(self, with_spans: bool = False) -> PythonCode:
+        code = write(self.graph, self.options, self.name, len(self.holes), with_spans)
         weakref.finalize(self, linecache.cache.pop, code.file, None)
         return code
 

@@ -20,6 +20,7 @@ from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, Option
 from tilework.capture.program.same_program import digest_offsets
 from tilework.comm import provenance_digest
+from tilework.comm.operations.internal import span
 from tilework.dtensor import DTensor
 
 _SYMBOLS: dict[Any, str] = {
@@ -51,9 +52,11 @@ class PythonCode:
 
 
 class _Writer:
-    def __init__(self, graph: Graph, options: Sequence[Number], name: str) -> None:
-        self.graph, self.name = graph, name
-        self.scope: dict[str, Any] = {"provenance": provenance_digest.set_digest}
+    def __init__(
+        self, graph: Graph, options: Sequence[Number], name: str, with_spans: bool
+    ) -> None:
+        self.graph, self.name, self.with_spans = graph, name, with_spans
+        self.scope: dict[str, Any] = {"provenance": provenance_digest.set_digest, "span": span}
         self.lines: list[str] = []
         self._numbers: dict[int, str] = {id(each): f"n{i}" for i, each in enumerate(options)}
         self._bound: dict[int, str] = {}
@@ -138,10 +141,17 @@ class _Writer:
             target += ", = " if each.form != "leaf" and len(each.outputs) == 1 else " = "
         if dead:
             text += "; del " + ", ".join([f"t{value.number}" for value in dead])
-        self.lines.append(f"{target}{text}{_comment(each)}")
+        before = f"with span({_title(each)!r}): " if self.with_spans else ""
+        self.lines.append(f"{before}{target}{text}{_comment(each)}")
 
 
-def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) -> PythonCode:
+def write(
+    graph: Graph,
+    options: Sequence[Option],
+    name: str,
+    holes: int = 0,
+    with_spans: bool = False,
+) -> PythonCode:
     """Write a program as a Python function, and compile the function.
 
     Args:
@@ -149,9 +159,10 @@ def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) ->
         options: Options of optimizers, whose values each call passes.
         name: The step's name.
         holes: The number of constants in which records differ.
+        with_spans: Name each instruction in the rank's trace.
     """
     name = name if name.isidentifier() and not iskeyword(name) else "program"
-    writer = _Writer(graph, [option.number for option in options], name)
+    writer = _Writer(graph, [option.number for option in options], name, with_spans)
     groups = groups_of(graph)
     offsets = digest_offsets(graph)
     for each, dead, offset in zip(graph.instructions, graph.last_uses(), offsets, strict=True):
@@ -169,7 +180,7 @@ def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) ->
     body = [*_header(graph, options, groups), *writer.lines, f"return [{returned}]"]
     text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
     # In the folder of the library: errors then name the line that called the program.
-    file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
+    file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}{' traced' * with_spans}>")
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     return PythonCode(writer.scope[name], text, kept, file)
@@ -209,6 +220,12 @@ def _comment(each: Instruction) -> str:
         shown.append(f"{each.target.text()}, {each.nbytes} bytes")
     parts = [*shown[:3], *(["…"] if len(shown) > 3 else []), _short(each.site)]
     return "  # " + "; ".join(part for part in parts if part)
+
+
+def _title(each: Instruction) -> str:
+    """The name of an instruction in a trace: the operator, and the line that called it."""
+    name = each.name.split(".")[1] if each.name.startswith("aten.") else each.name
+    return f"{name} {_short(each.site)}".strip()
 
 
 def _short(site: str) -> str:

@@ -296,7 +296,8 @@ class StepRecord:
             with torch._C.DisableTorchFunctionSubclass(), self._guard():
                 if self._compiled is not None:
                     return self._compiled(*inputs, *options, *digests)
-                return code.python.run(*inputs, *self._values(), *options, *digests)
+                python = code.python if current_world().sink is None else code.traced()
+                return python.run(*inputs, *self._values(), *options, *digests)
         finally:
             provenance_digest.leave(before)
 
