@@ -13,14 +13,16 @@ import torch
 
 import tilework.distributed as dist
 from tests.inspect.jobs import MS, late_step, operation, traced, write_rank
-from tilework.inspect import read_timeline
+from tilework.inspect import MemoryByUse, read_timeline, trace
 from tilework.inspect.events import trace_events
+from tilework.testing import run_ranks
 
 #: By phase: the keys of an event besides those of all events, and their types.
 SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "X": {"dur": (int, float), "cat": str, "args": dict},
     "M": {"args": dict},
     "s": {"id": int, "cat": str},
+    "C": {"args": dict},
     "f": {"id": int, "cat": str, "bp": str},
 }
 OF_ALL: dict[str, type | tuple[type, ...]] = {
@@ -127,6 +129,41 @@ def test_an_arrow_leads_from_a_send_to_its_receive(tmp_path: Path) -> None:
 
     found = check(trace_events(traced(tmp_path, step, ranks=2, steps=3).timeline()))
     assert [(e["ph"], e["pid"]) for e in found if e["ph"] in "sf"][:6] == [("s", 0), ("f", 1)] * 3
+
+
+def test_events_of_torch_lie_within_the_spans_that_ran_them(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        with trace(tmp_path), torch.profiler.profile(), dist.span("forward"):
+            torch.ones(8).sum()
+
+    run_ranks(1, program)
+    found = check(trace_events(read_timeline(tmp_path)))
+    forward = next(e for e in found if e["name"] == "forward")
+    sums = [e for e in found if e["name"] == "aten::sum"]
+    assert {e["cat"] for e in sums} == {"torch"}
+    assert forward["ts"] <= sums[0]["ts"] <= forward["ts"] + forward["dur"]
+
+
+def test_events_of_torch_that_overlap_get_tracks_of_their_own(tmp_path: Path) -> None:
+    names = [["t", 9, "kernel"], ["h", -1, "torch: device 0 stream 7"]]
+    events = [["p", -1, at * MS, (at + 3) * MS, 9] for at in (0, 2, 4)]
+    write_rank(tmp_path, 0, [*names, *events, ["z", 9 * MS]])
+    found = check(trace_events(read_timeline(tmp_path)))
+    assert len({e["tid"] for e in found if e.get("cat") == "torch"}) == 2
+
+
+def test_memory_is_a_counter(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        with trace(tmp_path), MemoryByUse():
+            kept = torch.zeros(100)
+            del kept
+            time.sleep(0.002)
+            torch.zeros(50)
+
+    run_ranks(1, program)
+    counts = [e["args"] for e in check(trace_events(read_timeline(tmp_path))) if e["ph"] == "C"]
+    assert counts[0] == {"activations": 400}
+    assert counts[-1] == {"activations": 200}
 
 
 def test_an_operation_that_still_runs_lasts_until_the_end(tmp_path: Path) -> None:

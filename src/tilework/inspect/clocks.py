@@ -111,7 +111,8 @@ def _told(theirs: set[int], found: ClockDifference) -> str:
 
 
 def _moments(trace: RankTrace) -> list[int]:
-    return [op.entered for op in trace.operations[:1]] + [span.start for span in trace.spans[:1]]
+    begun = [op.entered for op in trace.operations[:1]] + [span.start for span in trace.spans[:1]]
+    return begun + [moment for moment, _ in trace.memory[:1]]
 
 
 def move(trace: RankTrace, by: int) -> None:
@@ -121,6 +122,7 @@ def move(trace: RankTrace, by: int) -> None:
         for name in ("waited", "finished", "ended"):
             moment = getattr(op, name)
             setattr(op, name, moment and moment + by)
+    trace.memory = [(moment + by, sizes) for moment, sizes in trace.memory]
     for span in trace.spans:
         span.start, span.end = span.start + by, span.end + by
     trace.last += by

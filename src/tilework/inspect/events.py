@@ -2,18 +2,20 @@
 
 Each rank is a process. Tracks: a thread of the program each, with the named spans; a group each,
 with the operations, and within them waiting and moving; and, for asynchronous operations, the
-group's engine. Slices of a track nest, so operations that overlap get tracks of their own. An arrow
-leads from the rank that came last to each rank that waited for it, and from sends to receives.
+group's engine. Below them are the events of torch's profiler, by thread, and the memory as a
+counter. Slices of a track nest, so operations that overlap get tracks of their own. An arrow leads
+from the rank that came last to each rank that waited for it, and from sends to receives.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from tilework.inspect.judging import place
-from tilework.inspect.reading import RankTrace, TracedOperation
+from tilework.inspect.reading import RankTrace, TracedOperation, TracedSpan
 from tilework.inspect.timeline import JointOperation, Timeline
 
 #: A trace event: a JSON object.
@@ -25,7 +27,7 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     tracks = {trace.rank: _Tracks(trace) for trace in timeline.ranks}
     events: list[Event] = []
     for trace in timeline.ranks:
-        events += _spans(trace, tracks[trace.rank])
+        events += _spans(trace, tracks[trace.rank], of_torch=False)
     met = {id(part): meeting for meeting in timeline.meetings for part in meeting.parts.values()}
     places: dict[int, int] = {}
     for trace in timeline.ranks:
@@ -33,6 +35,9 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
             places[id(op)] = tracks[trace.rank].of(op)
             events += _operation(op, places[id(op)], met.get(id(op)))
     events += _arrows(timeline, places)
+    for trace in timeline.ranks:
+        events += _spans(trace, tracks[trace.rank], of_torch=True)
+        events += _memory(trace)
     named = [event for each in tracks.values() for event in each.names()]
     other = {"problems": timeline.problems, "written by": "tilework trace"}
     return {"traceEvents": named + events, "displayTimeUnit": "ms", "otherData": other}
@@ -47,12 +52,24 @@ class _Tracks:
         self._numbers: dict[tuple[str, int], int] = {}
         #: By kind of track: when each track is free again.
         self._ends: dict[str, list[int]] = defaultdict(list)
+        #: By thread and lane: the ends of the spans around the last span.
+        self._open: dict[tuple[int, int], list[int]] = defaultdict(list)
 
-    def thread(self, thread: int) -> int:
-        """The track of a thread of the program."""
-        own = thread == self._trace.own_thread
-        name = "program" if own else f"thread {self._trace.threads.get(thread, thread)}"
-        return self._number(name, thread)
+    def thread(self, span: TracedSpan) -> int:
+        """The track of a span; spans come in the order of their beginnings.
+
+        Slices of a track nest, and torch's events need not.
+        """
+        thread = span.thread
+        name = "program" if thread == self._trace.own_thread else self._trace.threads.get(thread)
+        for lane in itertools.count():
+            around = self._open[thread, lane]
+            while around and around[-1] <= span.start:
+                around.pop()
+            if not around or span.end <= around[-1]:
+                around.append(span.end)
+                return self._number(_in_lane(name or f"thread {thread}", lane), thread)
+        raise AssertionError
 
     def of(self, op: TracedOperation) -> int:
         """The track of an operation; operations come in the order of their calls."""
@@ -62,7 +79,7 @@ class _Tracks:
         ends = self._ends[name]
         lane = next((at for at, end in enumerate(ends) if end <= op.entered), len(ends))
         ends[lane : lane + 1] = [max(op.end, op.entered)]
-        return self._number(name if not lane else f"{name} ({lane + 1})", lane)
+        return self._number(_in_lane(name, lane), lane)
 
     def _number(self, name: str, key: int) -> int:
         number = self._numbers.setdefault((name, key), len(self._numbers))
@@ -77,6 +94,10 @@ class _Tracks:
         for number, name in self._names.items():
             yield _meta("thread_name", rank, number, name=name)
             yield _meta("thread_sort_index", rank, number, sort_index=number)
+
+
+def _in_lane(name: str, lane: int) -> str:
+    return f"{name} ({lane + 1})" if lane else name
 
 
 def _meta(kind: str, rank: int, track: int, **values: object) -> Event:
@@ -96,11 +117,18 @@ def _slice(name: str, kind: str, rank: int, track: int, start: int, end: int, **
     }
 
 
-def _spans(trace: RankTrace, tracks: _Tracks) -> Iterator[Event]:
+def _spans(trace: RankTrace, tracks: _Tracks, of_torch: bool) -> Iterator[Event]:
     for span in trace.spans:
-        track = tracks.thread(span.thread)
-        told = {} if span.closed else {"note": "the rank ended within this span"}
-        yield _slice(span.name, "span", trace.rank, track, span.start, span.end, **told)
+        if span.is_of_torch == of_torch:
+            told = {} if span.closed else {"note": "the rank ended within this span"}
+            kind, track = "torch" if of_torch else "span", tracks.thread(span)
+            yield _slice(span.name, kind, trace.rank, track, span.start, span.end, **told)
+
+
+def _memory(trace: RankTrace) -> Iterator[Event]:
+    for moment, sizes in trace.memory:
+        counter = {"ph": "C", "name": "memory", "pid": trace.rank, "tid": 0}
+        yield counter | {"ts": moment / 1000, "args": sizes}
 
 
 def _operation(op: TracedOperation, track: int, meeting: JointOperation | None) -> Iterator[Event]:

@@ -7,6 +7,8 @@ The first line is the header. Each other line is a list that begins with the kin
 - ``"o"``, group, key, number, what, site, peer, tag, entered, waited, finished, ended, outcome,
   bytes: an operation; a later line of the same group and key replaces an earlier
 - ``"b"``, thread, time, name: a span begins; ``"e"``, thread, time: the thread's last span ends
+- ``"p"``, thread, start, end, name: an event of torch's profiler, whose threads are below zero
+- ``"m"``, time, bytes by use: the memory of the rank's tensors
 - ``"h"``, thread, name: a thread
 - ``"l"``, operations, spans: how many are missing so far
 - ``"x"``, time: the file is full; ``"z"``, time: the trace ended in order

@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import local_tensor_of, tensors_in
+from tilework.inspect.writer import Writer
 from tilework.show import Page, TextTable, bytes_text
 
 Use = Literal["parameters", "gradients", "optimizer states", "activations", "buffers", "temporary"]
@@ -79,6 +81,8 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - *buffers*: what tilework makes in order to move data: gathered parameters, DDP's buckets
     - *temporary*: what else is made in backward or in an optimizer's step
     - *activations*: the rest, the inputs of operators included
+
+    Within :func:`trace` the bytes by use are a track of the timeline.
 
     A use that becomes known later counts for the past, too: ``peak`` is right once the step is
     over.
@@ -179,9 +183,16 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaf = getattr(node, "variable", None)  # only of a node that adds to a gradient
         if leaf is not None:
             self._leaves[id(leaf)] = leaf
-        if self._tell is not None and self._total != before:
-            self._tell(self._now)
+        if self._total != before:
+            self._note_now()
         return result
+
+    def _note_now(self) -> None:
+        if self._tell is not None:
+            self._tell(self._now)
+        sink = current_world().sink
+        if isinstance(sink, Writer):
+            sink.note_memory({str(use): size for use, size in self._now.items()})
 
     # -- births, deaths, uses ----------------------------------------------------------------
 

@@ -92,6 +92,11 @@ class TracedSpan:
     #: False if the rank ended within it.
     closed: bool = True
 
+    @property
+    def is_of_torch(self) -> bool:
+        """True of an event of torch's profiler, whose threads have numbers of their own."""
+        return self.thread < 0
+
 
 @dataclass
 class RankTrace:
@@ -109,6 +114,8 @@ class RankTrace:
     limits: dict[str, float]
     operations: list[TracedOperation] = field(default_factory=list)
     spans: list[TracedSpan] = field(default_factory=list)
+    #: The bytes by use, at times.
+    memory: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     groups: dict[int, TracedGroup] = field(default_factory=dict)
     last: int = 0
@@ -238,6 +245,8 @@ class _Reader:
             "o": self._operation,
             "b": self._begin,
             "e": self._end,
+            "p": self._profiled,
+            "m": self._memory,
             "h": self._thread,
             "l": self._lost,
             "x": self._full,
@@ -250,7 +259,7 @@ class _Reader:
             try:
                 kind, *fields = json.loads(line)
                 self._read[kind](*fields)
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 trace.problems.append(
                     f"the file of rank {trace.rank} is cut or damaged in line {number}: what comes "
                     f"before is used"
@@ -305,6 +314,17 @@ class _Reader:
         spans = self._open.get(_whole(thread))
         if spans:  # else the span began before the trace
             spans.pop().end = _whole(moment)
+        self._trace.last = max(self._trace.last, moment)
+
+    def _profiled(self, thread: int, start: int, end: int, name: int) -> None:
+        times = _whole(start), _whole(end)
+        span = TracedSpan(self._trace.rank, _whole(thread), self._texts[name], *times)
+        self._trace.spans.append(span)
+        self._trace.last = max(self._trace.last, end)
+
+    def _memory(self, moment: int, by_use: dict[str, int]) -> None:
+        sizes = {printable(str(use))[:40]: _whole(size) for use, size in by_use.items()}
+        self._trace.memory.append((_whole(moment), sizes))
         self._trace.last = max(self._trace.last, moment)
 
     def _thread(self, thread: int, name: str) -> None:

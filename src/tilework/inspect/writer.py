@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.internal import Tail, Timed, What, describe
 from tilework.comm.world import GroupRecord, World, live_worlds
 from tilework.inspect.format import MARK, MOST_BYTES, MOST_TEXT_CHARS, VERSION, TraceError
+from tilework.inspect.profiled import ProfiledEvent, follow_profiler
 from tilework.store import Store
 
 #: Seconds between two looks at the rings: fewer while operations come fast.
@@ -30,6 +32,8 @@ _LEAST_SECONDS: Final = 0.004
 _MANY: Final = 1024
 #: The most spans that are kept between two looks.
 _MOST_EVENTS: Final = 1 << 16
+#: The least time between two notes of the memory.
+_MEMORY_NANOSECONDS: Final = 1_000_000
 #: The key with the id of the job, in the store of the first group.
 _JOB_KEY: Final = "tilework_trace_job"
 #: The most texts that a file may have.
@@ -59,6 +63,9 @@ class Writer:
         #: (time, thread, name of the span that begins, or None at an end).
         self._events: deque[tuple[int, int, str | None]] = deque()
         self._lost_spans, self._told_lost = 0, (0, 0)
+        #: The memory by use: when it was noted last, and what changed since.
+        self._memory_at = 0
+        self._memory: dict[str, int] = {}
         self._fd, self._rank, self._pid = -1, -1, os.getpid()
         secret = os.environ.get("TILEWORK_SECRET", "")
         #: An id of the job: equal on all ranks, and another for the next job.
@@ -83,6 +90,7 @@ class Writer:
             raise TraceError(
                 f"the folder {str(self.folder)!r} for the trace cannot be made: {error.strerror}"
             ) from None
+        follow_profiler()
         for world in self._worlds:
             world.sink = self
             for record in list(world.records.values()):
@@ -124,6 +132,23 @@ class Writer:
     def end(self) -> None:
         self._add((time.monotonic_ns(), threading.get_ident(), None))
 
+    def take_profile(self, events: Iterable[ProfiledEvent]) -> None:
+        """Write what torch's profiler has seen during the trace."""
+        with self._lock:
+            for event in events:
+                if event.start >= self._began:
+                    self._lines.profiled(event)
+
+    def note_memory(self, by_use: Mapping[str, int]) -> None:
+        """Write the rank's memory, at most once a millisecond."""
+        now = time.monotonic_ns()
+        self._memory = dict(by_use)
+        if now - self._memory_at >= _MEMORY_NANOSECONDS:
+            self._memory_at = now
+            with self._lock:
+                self._lines.add("m", now - self._began, self._memory)
+                self._memory = {}
+
     def _add(self, event: tuple[int, int, str | None]) -> None:
         if len(self._events) < _MOST_EVENTS:
             self._events.append(event)
@@ -163,6 +188,9 @@ class Writer:
                 self._lines.operation(number, operation)
         for _ in range(len(self._events)):
             self._lines.event(*self._events.popleft())
+        if self._memory:
+            self._lines.add("m", time.monotonic_ns() - self._began, self._memory)
+            self._memory = {}
         lost = sum(tail.lost for _, tail in self._tails), self._lost_spans
         if lost != self._told_lost:
             self._told_lost = lost
@@ -223,6 +251,8 @@ class _Lines:
         self._whats: dict[What | str, tuple[int, int]] = {}
         self._threads: set[int] = set()
         self._groups = 0
+        #: The tracks of torch's profiler.
+        self._tracks: dict[str, int] = {}
         #: The thread that began the trace: the rank's own.
         self.own_thread = threading.get_ident()
 
@@ -261,6 +291,14 @@ class _Lines:
         else:
             text = self._text(name)
             self._lines.append(f'["b",{thread},{moment - self._began},{text}]\n')
+
+    def profiled(self, event: ProfiledEvent) -> None:
+        known = len(self._tracks)
+        track = self._tracks.setdefault(event.track, -1 - known)
+        if len(self._tracks) > known:
+            self.add("h", track, f"torch: {event.track}")
+        times = event.start - self._began, event.end - self._began
+        self.add("p", track, *times, self._text(event.name))
 
     def _what(self, what: What | str) -> tuple[int, int]:
         try:
