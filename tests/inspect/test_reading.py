@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.inspect.jobs import MS, operation, write_rank
-from tilework.inspect import TraceError, read_timeline
+from tilework.inspect import TraceError, read_timeline, summarize
 from tilework.inspect.reading import read_file, read_folder
+from tilework.inspect.timeline import timeline_of
 
 
 def test_a_cut_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -91,8 +93,37 @@ def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
         read_timeline(tmp_path / "missing")
 
 
-def test_only_so_much_is_read(tmp_path: Path) -> None:
-    write_rank(tmp_path, 0, [operation(number, number, number) for number in range(1, 1000)])
+def test_only_so_much_of_a_moment_is_read(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0, [operation(number, 1, 1) for number in range(1, 1000)])
     (trace,) = read_folder(tmp_path, most_bytes=10_000)
     assert 10 < len(trace.operations) < 999
     assert "of rank 0 only the first 0.0 of 0.1 MB are read" in trace.problems[0]
+
+
+def test_of_a_trace_that_is_too_large_stretches_of_all_ranks_are_read(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        lines = [operation(n, 10 * n + 4 * rank, 10 * n + 5) for n in range(1, 4000)]
+        write_rank(tmp_path, rank, [*lines, ["z", 40_000 * MS]])
+    timeline = timeline_of(read_folder(tmp_path, most_bytes=50_000))
+    assert sum(not meeting.complete for meeting in timeline.meetings) <= 2 * 16  # at the ends
+    assert 100 < len(timeline.meetings) < 1000
+    assert timeline.meetings[-1].number > 3500
+    (late,) = summarize(timeline).late
+    assert (late.rank, round(late.share, 1)) == (1, 0.4)
+    assert "more than 0 MB: 16 stretches are read" in timeline.problems[0]
+
+
+def test_spans_of_a_sample_end_where_they_ended(tmp_path: Path) -> None:
+    lines: list[list[object]] = [["t", 9, "outer"]]
+    for n in range(1, 2000):
+        lines += [["b", 1, n * MS, 9], operation(n, n, n), ["b", 1, n * MS + 1, 9]]
+        lines += [["e", 1, n * MS + 2], ["e", 1, n * MS + 3]]
+    write_rank(tmp_path, 0, [*lines, ["z", 2001 * MS]])
+    (trace,) = read_folder(tmp_path, most_bytes=20_000)
+    assert {span.end - span.start for span in trace.spans} == {1, 3}
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-0.jsonl")
+    with pytest.raises(TraceError, match="it is not a regular file"):
+        read_folder(tmp_path)

@@ -153,7 +153,7 @@ def _size(size: int) -> str:
 
 def summarize(timeline: Timeline) -> Summary:
     """The judgement of a timeline."""
-    seconds = timeline.length / 1e9
+    seconds = timeline.read / 1e9
     waiting = {trace.rank: 0.0 for trace in timeline.ranks if trace.operations}
     for wait in timeline.waits:
         waiting[wait.waiting.rank] += (wait.end - wait.start) / 1e9
@@ -259,7 +259,7 @@ class _Judge:
             statistics.median(others),
             len(numbers),
             sum(extra),
-            waited / max(self._timeline.length, 1),
+            waited / max(self._timeline.read, 1),
         )
 
     def _is_late(
@@ -267,13 +267,13 @@ class _Judge:
     ) -> bool:
         if len(mine) < LEAST_OPERATIONS:
             # Seldom: only what costs much of the whole time tells anything.
-            return sum(extra) >= max(0.2 * self._timeline.length / 1e9, 0.25)
+            return sum(extra) >= max(0.2 * self._timeline.read / 1e9, 0.25)
         longer = sum(each > 0 for each in extra)
         return (
             statistics.median(extra) >= LEAST_SECONDS
             and statistics.median(mine) >= RATIO * statistics.median(others)
             and longer >= _MOSTLY * len(extra)
-            and sum(extra) >= _LEAST_SHARE * self._timeline.length / 1e9
+            and sum(extra) >= _LEAST_SHARE * self._timeline.read / 1e9
         )
 
     def _span(

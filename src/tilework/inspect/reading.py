@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from tilework.comm.launching import named, printable
 from tilework.comm.per_call.internal import RUNNING
@@ -16,6 +18,10 @@ from tilework.inspect.format import MARK, MOST_READ_BYTES, VERSION, TraceError
 
 _NAME: Final = re.compile(r"rank-(\d{1,6})(\.\d+)?\.jsonl")
 _MOST_LINE_BYTES: Final = 1 << 20
+#: The stretches that are read of a trace that is too large.
+_STRETCHES: Final = 16
+#: By kind of line, the position of the time.
+_TIME_AT: Final = {b"o": 8, b"b": 2, b"e": 2, b"p": 2, b"m": 1, b"x": 1, b"z": 1}
 #: No number in a file is larger: some 292 years in nanoseconds.
 _LARGEST: Final = 1 << 63
 
@@ -119,6 +125,8 @@ class RankTrace:
     threads: dict[int, str] = field(default_factory=dict)
     groups: dict[int, TracedGroup] = field(default_factory=dict)
     last: int = 0
+    #: One part of so many of the time was read.
+    every: int = 1
     complete: bool = False
     #: The most nanoseconds by which times are wrong beside those of the first rank's host.
     clock_error: float = 0.0
@@ -144,9 +152,10 @@ def read_folder(
             f"trace() or to tilework run --trace"
         )
     traces, unreadable = [], []
+    sample = _sample_of([path / name for name in names], most_bytes)
     for name in names:
         try:
-            traces.append(read_file(path / name, most_bytes // len(names)))
+            traces.append(read_file(path / name, most_bytes // len(names), sample))
         except TraceError as error:
             unreadable.append(f"{name} is left out: {error}")
     if not traces:
@@ -158,6 +167,11 @@ def read_folder(
         older = named(trace.rank for trace in traces if trace not in kept)
         kept[0].problems.append(f"left out, as the files are of an earlier trace: {older}")
     kept[0].problems += unreadable
+    if sample.every > 1:
+        kept[0].problems.append(
+            f"the files have more than {most_bytes / 1e6:,.0f} MB: {_STRETCHES} stretches are "
+            f"read, {1 / sample.every:.1%} of the time, and numbers and shares are theirs"
+        )
     return sorted(kept, key=lambda trace: trace.rank)
 
 
@@ -173,26 +187,81 @@ def _check_job(path: Path, traces: list[RankTrace]) -> None:
         )
 
 
-def read_file(path: Path, most_bytes: int = MOST_READ_BYTES) -> RankTrace:
+class Sample(NamedTuple):
+    """The stretches of time that are read, the same on all ranks."""
+
+    #: One part of so many is read; 1: all is read.
+    every: int = 1
+    #: Nanoseconds since 1970: the beginning, and the time from stretch to stretch.
+    begin: int = 0
+    period: int = 1
+
+    def has(self, moment: int) -> bool:
+        """True if what happened at a time (in nanoseconds since 1970) is read."""
+        return (moment - self.begin) % self.period * self.every < self.period
+
+
+#: All is read.
+_ALL: Final = Sample()
+
+
+def _sample_of(paths: Sequence[Path], most_bytes: int) -> Sample:
+    """The sample that leaves about ``most_bytes`` of the files."""
+    size, begin, end = 0, _LARGEST, 0
+    for path in paths:
+        with suppress(OSError, TraceError), _opened(path) as file:
+            wall = _header(file.readline(_MOST_LINE_BYTES)).wall
+            size += os.fstat(file.fileno()).st_size
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LINE_BYTES))
+            moments = [moment for line in file if (moment := _moment(line)) is not None]
+            begin, end = min(begin, wall), max(end, wall + max(moments, default=0))
+    every = -(-size // most_bytes)
+    return Sample(every, begin, max(1, (end - begin) // _STRETCHES)) if every > 1 else _ALL
+
+
+def _moment(line: bytes) -> int | None:
+    """The time in a line, found without reading the rest; None if it has none."""
+    at = _TIME_AT.get(line[2:3])
+    with suppress(ValueError, IndexError):
+        return None if at is None else int(line.split(b",", at + 1)[at].strip(b" ]\n"))
+    return None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file to read. Raises TraceError for a pipe, which might never end."""
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise TraceError("it is not a regular file")
+        yield file
+
+
+def read_file(path: Path, most_bytes: int = MOST_READ_BYTES, sample: Sample = _ALL) -> RankTrace:
     """The trace of one rank, as far as the file goes.
 
     Raises:
         TraceError: The file cannot be read, or is no trace of this version.
     """
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             trace = _header(file.readline(_MOST_LINE_BYTES))
-            _Reader(trace).read(_bounded(file, trace, most_bytes))
+            trace.every = sample.every
+            _Reader(trace, sample).read(_bounded(file, trace, most_bytes, sample))
     except OSError as error:
         raise TraceError(f"{path.name} cannot be read: {error.strerror}") from None
     return trace
 
 
-def _bounded(file: Any, trace: RankTrace, most_bytes: int) -> Iterator[bytes]:
+def _bounded(file: BinaryIO, trace: RankTrace, most_bytes: int, sample: Sample) -> Iterator[bytes]:
+    """The lines to read: operations in the sample, and all others."""
     size = os.fstat(file.fileno()).st_size
-    left = most_bytes - file.tell()
+    left = most_bytes - file.tell() if sample.every == 1 else 2 * most_bytes
     while line := file.readline(_MOST_LINE_BYTES):
-        left -= len(line)
+        moment = _moment(line) if sample.every > 1 else None
+        if moment is None or sample.has(trace.wall + moment):
+            left -= len(line)
+        elif line[2:3] == b"o":
+            continue
         if left < 0:
             read = f"{most_bytes / 1e6:,.1f} of {size / 1e6:,.1f} MB"
             trace.problems.append(
@@ -234,8 +303,8 @@ def _whole(value: object) -> int:
 class _Reader:
     """Reads the lines of a file, after the header, into a trace."""
 
-    def __init__(self, trace: RankTrace) -> None:
-        self._trace = trace
+    def __init__(self, trace: RankTrace, sample: Sample) -> None:
+        self._trace, self._sample = trace, sample
         self._texts: dict[int, str] = {}
         self._open: dict[int, list[TracedSpan]] = {}
         self._operations: dict[tuple[int, int], TracedOperation] = {}
@@ -307,8 +376,12 @@ class _Reader:
     def _begin(self, thread: int, moment: int, name: int) -> None:
         span = TracedSpan(self._trace.rank, _whole(thread), self._texts[name], _whole(moment), 0)
         self._open.setdefault(thread, []).append(span)
-        self._trace.spans.append(span)
+        self._keep(span)
         self._trace.last = max(self._trace.last, moment)
+
+    def _keep(self, span: TracedSpan) -> None:
+        if self._sample.has(self._trace.wall + span.start):
+            self._trace.spans.append(span)
 
     def _end(self, thread: int, moment: int) -> None:
         spans = self._open.get(_whole(thread))
@@ -318,13 +391,13 @@ class _Reader:
 
     def _profiled(self, thread: int, start: int, end: int, name: int) -> None:
         times = _whole(start), _whole(end)
-        span = TracedSpan(self._trace.rank, _whole(thread), self._texts[name], *times)
-        self._trace.spans.append(span)
+        self._keep(TracedSpan(self._trace.rank, _whole(thread), self._texts[name], *times))
         self._trace.last = max(self._trace.last, end)
 
     def _memory(self, moment: int, by_use: dict[str, int]) -> None:
         sizes = {printable(str(use))[:40]: _whole(size) for use, size in by_use.items()}
-        self._trace.memory.append((_whole(moment), sizes))
+        if self._sample.has(self._trace.wall + _whole(moment)):
+            self._trace.memory.append((moment, sizes))
         self._trace.last = max(self._trace.last, moment)
 
     def _thread(self, thread: int, name: str) -> None:

@@ -60,6 +60,11 @@ class Timeline:
     problems: list[str]
 
     @property
+    def read(self) -> int:
+        """The nanoseconds of the length whose events were read."""
+        return self.length // max((trace.every for trace in self.ranks), default=1)
+
+    @property
     def waits(self) -> Iterator[TracedWait]:
         """All waits of ranks for other ranks."""
         return (wait for meeting in self.meetings for wait in meeting.waits)
