@@ -24,6 +24,7 @@ from tilework.dtensor.random import distributions
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
 from tilework.dtensor.register_sharding import register_sharding
+from tilework.dtensor.rules.attention_ways import context_parallel
 from tilework.dtensor.show import show
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.verify import verify
@@ -51,6 +52,7 @@ __all__ = [
     "Shard",
     "capture",
     "compute_local_shape_and_global_offset",
+    "context_parallel",
     "distribute_module",
     "distribute_tensor",
     "empty",

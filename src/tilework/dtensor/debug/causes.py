@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.internal import call_site, user_frame
 from tilework.comm.world import current_world
 from tilework.dtensor.debug.formatting import layout_text, tensor_text
@@ -34,7 +35,8 @@ class CollectiveEvent:
     """The cause: torch's name of the operator, or the method; ``backward`` if it is unknown in a
     backward pass. For gradients that are reduced together the number, like ``3 parameters``."""
     collective: str
-    """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or ``plan``."""
+    """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``, ``plan`` or
+    ``message``."""
     axes: tuple[str, ...]
     """The axes of the mesh along which it runs; by number where they have no names."""
     tensor: str
@@ -317,6 +319,22 @@ def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[T
         2 * nbytes * (ranks - 1) // ranks,
         call_site(),
         gradient=True,
+    )
+    for log in recorder.logs:
+        log.events.append(event)
+
+
+def record_message(spec: DTensorSpec, group: ProcessGroup, nbytes: int, back: bool) -> None:
+    """Record a message of keys and values, or of their gradients, between ranks of ``group``."""
+    recorder = _recorder()
+    operator, gradient = _cause(recorder)
+    mesh = spec.mesh
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    axes = [axis for axis in spec.axes_of(spec.ndim - 2) if mesh.shape[axis] > 1]
+    what = "gradients of keys and values" if back else "keys and values"
+    event = CollectiveEvent(
+        *(operator, "message", tuple([names[axis] for axis in axes]), what),
+        *(f"1 of {group.size()} ranks", nbytes, call_site(), gradient),
     )
     for log in recorder.logs:
         log.events.append(event)

@@ -1,7 +1,7 @@
 """Rules of operators for DTensors, by family. The import registers these and the general rules."""
 
 from tilework.dtensor.rules import (  # noqa: F401
-    attention,
+    attention_ways,
     batch_norm,
     concatenation,
     cross_entropy,

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tilework.dtensor.propagation.op_sharding import DTensorArg
+from tilework.dtensor.rules.attention_blocks import KeyPattern
+from tilework.dtensor.rules.internal_ops import internal_operator
+from tilework.dtensor.rules.ring_attention import AttentionPart, Holders, has_kernel
 from tilework.layout import Shard
 from tilework.tiled import (
     Arg,
-    Decomposition,
     Dim,
     Factor,
     LocalRanges,
     RuleResult,
     broadcast,
     dim_factors,
-    dtensor_rule,
     local_call,
     volume,
 )
@@ -31,26 +31,18 @@ from tilework.tiled import (
 _attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
-@dtensor_rule("scaled_dot_product_attention")
-def _attention(
+def of_parts(
     query: Any,
     key: Any,
     value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    attn_mask: Any,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> RuleResult:
+    """The rule for calls that run locally, if keys are whole."""
     tensors = [query, key, value]
-    if any(tensor.ndim < 2 + enable_gqa for tensor in tensors) or (
-        is_causal and attn_mask is not None
-    ):
-        return None  # torch raises when the call runs
-    if dropout_p > 0 or _are_keys_sharded(query, key, value):
-        return Decomposition(decomposed_attention)
-    leading = _heads(tensors) if enable_gqa else _batch(tensors)
+    leading = leading_dims(tensors, enable_gqa)
     if leading is None:
         return None
     out, (of_query, of_key, of_value) = leading
@@ -87,7 +79,21 @@ def _attention(
     return local_call(inputs, [[*out, length, width]], linear=[[value]], run=run)
 
 
-def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
+@internal_operator(of_parts)
+def gathered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, for which ranks gather the keys that they lack."""
+    return _attend(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
     """True if an axis shards keys or values, but not the query: they stay in place."""
     sharding = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
@@ -101,8 +107,9 @@ def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> 
 _Leading = tuple[Sequence[Factor | Dim], Sequence[Sequence[Factor | Dim]]]
 
 
-def _batch(tensors: Sequence[Arg]) -> _Leading:
-    return broadcast([tensor.shape[:-2] for tensor in tensors])
+def leading_dims(tensors: Sequence[Arg], enable_gqa: bool) -> _Leading | None:
+    """The factors of the dims before the last two; None if the numbers of heads do not fit."""
+    return _heads(tensors) if enable_gqa else broadcast([each.shape[:-2] for each in tensors])
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
@@ -138,76 +145,17 @@ def _causal(
     key, value = key[..., : offset + size, :], value[..., : offset + size, :]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if attend is _attend and query.is_cpu:
-        if torch.is_autocast_enabled("cpu"):
-            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
-        if torch._fused_sdp_choice(query, key, value, **options) == _FLASH:
-            sharing = query.size(-3) // key.size(-3)
-            if sharing > 1:
-                key, value = (x.repeat_interleave(sharing, -3) for x in (key, value))
-            out: Tensor = _CausalPart.apply(query, key, value, offset, scale)  # type: ignore[no-untyped-call]
-            return out
+        here = (((0, key.size(-2)),),)
+        rows = ((offset, offset + size),)
+        part = AttentionPart(
+            Holders(0, here, here), rows, KeyPattern(right=0), default_scale(query, scale)
+        )
+        if has_kernel(*part.cast(query, key, value), enable_gqa=enable_gqa):
+            return part.attend(query, key, value, None)
     if offset == 0:
         return attend(query, key, value, is_causal=True, **options)
     mask = torch.ones(size, key.size(-2), dtype=torch.bool, device=key.device).tril(offset)
     return attend(query, key, value, mask, **options)
-
-
-#: torch's number of the kernel that makes no matrix of weights.
-_FLASH = 1
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-class _CausalPart(torch.autograd.Function):
-    """Causal attention in two calls without a mask, joined as in FlashAttention (Dao 2022)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None
-    ) -> Tensor:
-        # Parts that are rounded to 16 bits would make the joined result worse than torch's.
-        q, k, v = (_wide(x) for x in (query, key, value))
-        parts = [
-            _flash(q, k[..., each, :], v[..., each, :], 0.0, causal, scale=scale)
-            for each, causal in _calls(offset, key.size(-2))
-        ]
-        out, logs = parts[0]
-        for more, theirs in parts[1:]:
-            joined = torch.logaddexp(logs, theirs)
-            out = out * (logs - joined).exp().unsqueeze(-1)
-            out.add_(more.mul_((theirs - joined).exp().unsqueeze(-1)))
-            logs = joined
-        ctx.save_for_backward(query, key, value, out, logs)
-        ctx.offset, ctx.scale = offset, scale
-        result: Tensor = out.to(query.dtype)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logs = ctx.saved_tensors
-        grad, q, k, v = (_wide(x) for x in (grad, query, key, value))
-        grads = [
-            _flash_backward(
-                *(grad, q, k[..., each, :], v[..., each, :], out, logs, 0.0, causal),
-                scale=ctx.scale,
-            )
-            for each, causal in _calls(ctx.offset, key.size(-2))
-        ]
-        of_query, of_key, of_value = zip(*grads, strict=True)
-        total = of_query[0] if len(grads) == 1 else of_query[0].add_(of_query[1])
-        joined = (total, torch.cat(of_key, -2), torch.cat(of_value, -2))
-        return *(x.to(query.dtype) for x in joined), None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def _calls(offset: int, keys: int) -> list[tuple[slice, bool]]:
-    """The ranges of keys that the queries from ``offset`` on attend to, and whether causally."""
-    ranges = [(slice(0, min(offset, keys)), False), (slice(offset, keys), True)]
-    return [each for each in ranges if each[0].start < each[0].stop]
 
 
 def decomposed_attention(
@@ -238,13 +186,16 @@ def decomposed_attention(
         if attn_mask is not None and attn_mask.dim() > 2:
             many = attn_mask.size(-3) != 1
             attn_mask = torch.unflatten(attn_mask, -3, shared if many else (1, 1))
-    # Queries without elements have only zero scores, for any factor.
-    factor = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
-    weights = _weights(query * factor, key, attn_mask)
+    weights = _weights(query * default_scale(query, scale), key, attn_mask)
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)
     out = weights @ value
     return out.flatten(-4, -3) if enable_gqa else out
+
+
+def default_scale(query: Tensor, scale: float | None) -> float:
+    """The factor of scores; queries without elements have only zero scores, for any factor."""
+    return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,397 @@
+"""The ways to attend where queries and keys are sharded along the sequence, chosen by price.
+
+*gather*: each rank gets all keys. *ring*: keys come in messages, behind the arithmetic.
+*heads*: for the time of the call, heads are sharded instead of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilework.dtensor.base import layout_of
+from tilework.dtensor.propagation.strategy import Strategy
+from tilework.dtensor.random.generator import next_key
+from tilework.dtensor.rules.attention import (
+    are_keys_sharded,
+    broadcast_dims,
+    decomposed_attention,
+    default_scale,
+    gathered_attention,
+    leading_dims,
+    of_parts,
+)
+from tilework.dtensor.rules.attention_blocks import KeyPattern, Range
+from tilework.dtensor.rules.internal_ops import internal_operator
+from tilework.dtensor.rules.ring_attention import AttentionPart, Dropout, Holders
+from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.dtensor.tensor import DTensor
+from tilework.layout import Box, Shard
+from tilework.layout.internal import DEFAULT_COST
+from tilework.tiled import (
+    Arg,
+    Decomposition,
+    Dim,
+    Factor,
+    LocalRanges,
+    RuleResult,
+    dim_factors,
+    dtensor_rule,
+    local_call,
+)
+
+Way = Literal["auto", "gather", "ring", "heads"]
+#: The prices of a message beside the arithmetic of another thread, in those of a message alone:
+#: measured (benchmarks/attention.py).
+_MEETING = 8
+_way: ContextVar[Way] = ContextVar("way", default="auto")
+
+
+@contextmanager
+def context_parallel(way: Way = "auto") -> Iterator[None]:
+    """Choose how attention runs in this block where the sequence is sharded. Local.
+
+    ``F.scaled_dot_product_attention`` on DTensors whose queries, keys and values are sharded along
+    the sequence by p ranks computes the result of one process in each of three ways. Queries and
+    result stay where they are. With n the bytes of all keys, and g queries' heads for each of the
+    keys' heads, a rank gets
+
+    - ``"gather"``: all keys and values, 2n(p-1)/p bytes, before it computes;
+    - ``"ring"``: as many, in p-1 messages, while it computes; it holds two of p blocks;
+    - ``"heads"``: the whole sequence for some heads, (2g+2)(n/p)(p-1)/p bytes in four
+      ``all_to_all``. Fewer heads of keys than ranks are copied.
+
+    Open the block on all ranks. A checkpointed layer is computed again in ``backward()``: call that
+    within the block, too.
+
+    Args:
+        way: ``"auto"``: the cheapest, by bytes and latencies; a ring where messages are long
+            enough to run behind the arithmetic.
+
+    Raises:
+        ValueError: There is no such way; or, by attention within the block, the way does not serve
+            the call: queries' heads are fewer than ranks (``"heads"``), there are not as many
+            queries as keys, or a mask requires a gradient (``"ring"``).
+        NotImplementedError: By attention within the block: a ring within ``torch.func``.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> from tilework.dtensor import Shard, context_parallel, explain, init_device_mesh, rand
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        ...     x = rand(1, 4, 32, 8, device_mesh=mesh, placements=[Shard(2)])
+        ...     with explain() as log, context_parallel("ring"):
+        ...         scaled_dot_product_attention(x, x, x)
+        ...     return [event.collective for event in log.events]
+        >>> run_ranks(4, program)[0]
+        ['message', 'message', 'message']
+    """
+    if way not in get_args(Way):
+        raise ValueError(f"way must be one of {', '.join(map(repr, get_args(Way)))}, got {way!r}")
+    token = _way.set(way)
+    try:
+        yield
+    finally:
+        _way.reset(token)
+
+
+@dtensor_rule("scaled_dot_product_attention")
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> RuleResult:
+    if any(tensor.ndim < 2 + enable_gqa for tensor in (query, key, value)) or (
+        is_causal and attn_mask is not None
+    ):
+        return None  # torch raises when the call runs
+    if sequence_axes(query.spec, key.spec, value.spec):
+        return Decomposition(_attend)
+    if dropout_p > 0 or are_keys_sharded(query, key, value):
+        return Decomposition(decomposed_attention)
+    return of_parts(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def sequence_axes(*specs: DTensorSpec) -> Ints:
+    """The axes that shard the sequence, the last dim but one, of all tensors."""
+    first, *others = [spec.axes_of(spec.ndim - 2) for spec in specs]
+    return tuple(
+        [a for a in first if specs[0].mesh.shape[a] > 1 and all(a in each for each in others)]
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of attention on DTensors whose sequence is sharded."""
+
+    query: DTensor
+    key: DTensor
+    value: DTensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+
+    @cached_property
+    def axes(self) -> Ints:
+        """The axes that shard the sequence."""
+        return sequence_axes(*[layout_of(x) for x in (self.query, self.key, self.value)])
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks that share the sequence."""
+        return self._ranks_along(self.axes)
+
+    @cached_property
+    def heads(self) -> tuple[int, int]:
+        """The heads of queries and of keys; 0 where there is no dim for them."""
+        queries, keys = [x.size(-3) if x.dim() > 2 else 0 for x in (self.query, self.key)]
+        return queries, keys
+
+    @cached_property
+    def copies(self) -> int:
+        """The copies of each head of the keys that give all ranks some; 0: none will do."""
+        queries, keys = self.heads
+        if not keys or queries % keys:
+            return 0
+        sharing = queries // keys
+        enough = [n for n in range(1, sharing + 1) if n * keys >= self.ranks]
+        return next((n for n in enough if sharing % n == 0), 0)
+
+    def way(self) -> Way:
+        """The way that the program chose, or else the cheapest."""
+        chosen = _way.get()
+        if chosen == "auto":
+            return self._cheapest()
+        obstacles = {"ring": self._against_ring, "heads": self._against_heads}
+        reason = obstacles[chosen]() if chosen in obstacles else ""
+        if reason:
+            raise ValueError(f"context_parallel({chosen!r}) cannot run this attention: {reason}")
+        return chosen
+
+    def run(self) -> Tensor:
+        """The result. Collective."""
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        way = self.way()
+        if way == "heads":
+            return self._by_heads()
+        given = (query, key, value, mask)
+        if way == "ring":
+            return ring_attention(*given, self.dropout, self.causal, self.scale, self.gqa)
+        if self.dropout > 0:
+            options: Any = {"scale": self.scale, "enable_gqa": self.gqa}
+            return decomposed_attention(*given, self.dropout, self.causal, **options)
+        return gathered_attention(*given, self.causal, self.scale, self.gqa)
+
+    def _cheapest(self) -> Way:
+        """The way that moves the fewest bytes; of gather and ring, as messages are long."""
+        queries, keys = (
+            x._spec.nbytes(x.element_size()) / self._ranks_along(x._spec.sharded_axes)
+            for x in (self.query, self.key)
+        )
+        latency, others = DEFAULT_COST.latency_bytes, self.ranks - 1
+        gathered = 2 * (latency + keys * others)
+        moved = 4 * latency + 2 * (queries + keys * self.copies) * others / self.ranks
+        even = self.heads[1] * self.copies % self.ranks == 0
+        if even and moved < gathered and self.mask is None and not self._against_heads():
+            return "heads"
+        is_cheap = self.dropout > 0 or (
+            self.query.device.type == "cpu" and self.query.size(-1) == self.value.size(-1)
+        )
+        if is_cheap and 2 * keys > _MEETING * latency and not self._against_ring():
+            return "ring"
+        return "gather"
+
+    def _ranks_along(self, axes: Iterable[int]) -> int:
+        return math.prod([self.query.device_mesh.shape[axis] for axis in axes])
+
+    # -- ring --------------------------------------------------------------------------------
+
+    def _against_ring(self) -> str:
+        """The reason for which a ring does not serve; "" if it does."""
+        query, key, value = self.query, self.key, self.value
+        batches = {tuple(x.shape[: -3 if self.gqa else -2]) for x in (query, key, value)}
+        if not query.size(-2) == key.size(-2) == value.size(-2):
+            return f"it needs as many queries as keys, got {query.size(-2)} and {key.size(-2)}"
+        if len(batches) > 1:
+            return f"it needs equal batches, and does not broadcast them, got {sorted(batches)}"
+        if self.mask is not None and self.mask.requires_grad and torch.is_grad_enabled():
+            return "the mask requires a gradient; 'gather' gives it one"
+        return ""
+
+    # -- heads -------------------------------------------------------------------------------
+
+    def _against_heads(self) -> str:
+        """The reason for which heads do not serve; "" if they do."""
+        queries, keys = self.heads
+        others = (
+            self._ranks_along(layout_of(self.query).axes_of(self.query.dim() - 3)) if keys else 1
+        )
+        if not self.copies:
+            return (
+                f"{queries} heads of queries are fewer than the {self.ranks} ranks, or no multiple "
+                f"of the {keys} heads of keys"
+            )
+        if len(self.axes) > 1:
+            return f"{len(self.axes)} axes of the mesh shard the sequence, and heads go to one"
+        others = self._ranks_along(layout_of(self.query).axes_of(self.query.dim() - 3))
+        if others > 1 and keys * self.copies % (others * self.ranks):
+            return (
+                f"{others} ranks along another axis divide the {keys} heads of keys, which are no "
+                f"multiple of {others} * {self.ranks}"
+            )
+        return ""
+
+    def _by_heads(self) -> Tensor:
+        """The result, for which heads instead of the sequence are sharded. Collective."""
+        queries, keys = self.heads
+        keys *= self.copies
+        share = [keys // self.ranks + (r < keys % self.ranks) for r in range(self.ranks)]
+        out = F.scaled_dot_product_attention(
+            self._to_heads(self.query, share, queries // keys),
+            self._to_heads(_copied(self.key, self.copies), share),
+            self._to_heads(_copied(self.value, self.copies), share),
+            *(self.mask, self.dropout, self.causal),
+            scale=self.scale,
+            enable_gqa=self.gqa and queries != keys,
+        )
+        assert isinstance(out, DTensor)
+        back = layout_of(self.query)
+        return out.redistribute(placements=back.placements, order=back.order)
+
+    def _to_heads(self, x: DTensor, share: Sequence[int], each: int = 1) -> DTensor:
+        (axis,), spec, dim = self.axes, layout_of(x), x.dim() - 3
+        placements = list(spec.placements)
+        others = [other for other in spec.axes_of(dim) if other != axis]
+        sizes = None if others else tuple([heads * each for heads in share])
+        placements[axis] = Shard(dim, sizes)
+        order = [a for a in spec.order or range(spec.mesh.ndim) if a != axis]
+        return x.redistribute(placements=placements, order=[*order, axis])
+
+
+def _copied(x: DTensor, copies: int) -> DTensor:
+    """The tensor with each head several times, next to each other. Local."""
+    if copies == 1:
+        return x
+    shape = (*x.shape[:-2], copies, *x.shape[-2:])
+    result = x.unsqueeze(-3).expand(shape).flatten(-4, -3)
+    assert isinstance(result, DTensor)
+    return result
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention where the sequence is sharded, in the chosen or the cheapest way. Collective."""
+    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return call.run()
+
+
+def _ring_rule(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> RuleResult:
+    """The rule of a ring: queries and keys share a factor, and the local function gets the rest."""
+    leading = leading_dims([query, key, value], gqa)
+    if leading is None:
+        return None
+    out, (of_query, of_key, of_value) = leading
+    sequence = Factor(query.shape[-2], "sequence")
+    depth = Factor(query.shape[-1], "depth", unshardable=True)
+    width = Factor(value.shape[-1], "width")
+    inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
+        query: [*of_query, sequence, depth],
+        key: [*of_key, sequence, depth],
+        value: [*of_value, sequence, width],
+    }
+    if mask is not None:
+        keys = Factor(key.shape[-2], "keys", unshardable=True)
+        inputs[mask] = broadcast_dims(mask.shape, dim_factors([*out, sequence, keys]))
+
+    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+        assert isinstance(ranges, Strategy)
+        specs = ranges.inputs[query.number], ranges.inputs[key.number]
+        axes, pattern = ranges.axes(sequence), KeyPattern(right=0 if causal else None)
+
+        def attend(*tensors: Tensor) -> Tensor:
+            q, k, v, *masks = tensors
+            part = part_of(specs, axes, pattern, default_scale(q, scale))
+            if dropout > 0:
+                key = next_key(specs[0].mesh)
+                shape = (*specs[0].shape[:-1], specs[1].shape[-2])
+                part = part.dropping(Dropout(dropout, key, shape, specs[0].local_box.offsets[:-2]))
+            return part.attend(q, k, v, masks[0] if masks else None)
+
+        return attend
+
+    return local_call(inputs, [[*out, sequence, width]], run=run)
+
+
+def part_of(
+    specs: tuple[DTensorSpec, DTensorSpec], axes: Ints, pattern: KeyPattern, scale: float
+) -> AttentionPart:
+    """This rank's part of attention, from the layouts of queries and keys. Local.
+
+    The first call for these axes makes their group, and is collective.
+    """
+    mesh, length = specs[0].mesh, specs[1].shape[-2]
+    group = mesh.axes_group(axes) if axes else None
+    ranks = [mesh.get_rank()] if group is None else group.global_ranks
+    queries, held = [
+        tuple([tuple([_rows(box) for box in spec.tiling.boxes_of(rank)]) for rank in ranks])
+        for spec in specs
+    ]
+    needed = tuple([pattern.needed(each, length) for each in queries])
+    me = 0 if group is None else group.rank()
+    return AttentionPart(Holders(me, held, needed), queries[me], pattern, scale, group, specs)
+
+
+def _rows(box: Box) -> Range:
+    return box.offsets[-2], box.offsets[-2] + box.sizes[-2]
+
+
+@internal_operator(_ring_rule)
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    """Attention whose keys come in messages: see :mod:`~…rules.ring_attention`."""
+    raise NotImplementedError("a ring of keys runs on DTensors only, by the sharding rule")

@@ -1,0 +1,367 @@
+"""Attention where each rank has a part of the sequence: keys come in messages, block by block.
+
+In step s a rank gets the keys that it needs from the rank s places before it, while it computes
+with those that came before. Backward gets them again, and sends their gradients back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilework.comm import provenance_digest
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.dtensor.debug import causes
+from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.provenance.meaning import Moved, TensorText, moving
+from tilework.dtensor.random import philox
+from tilework.dtensor.redistribution.redistribute import gradient_of
+from tilework.dtensor.rules.attention_blocks import (
+    FLASH,
+    Block,
+    BlockPlace,
+    KeyPattern,
+    Ranges,
+    count,
+    join,
+    local_slices,
+    overlaps,
+    wide,
+)
+from tilework.dtensor.spec import DTensorSpec, Ints
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention weights, drawn by their global index.
+
+    Args:
+        p: The probability of 0.
+        key: The key of the draw.
+        shape: The global shape of the weights.
+        first: The global index of this rank's first weight, without the last two dims.
+    """
+
+    p: float
+    key: philox.Key
+    shape: Ints
+    first: Ints
+
+    def factors(self, query: Tensor, piece: BlockPlace, shape: Ints) -> Tensor:
+        """The factor of each weight of a block, of shape (batch, heads, queries, keys)."""
+        sizes = *shape, piece.queries.stop - piece.queries.start, piece.keys.stop - piece.keys.start
+        kept = philox.Bernoulli(1 - self.p, 1 / (1 - self.p) if self.p < 1 else 0.0)
+        drawn = torch.empty(sizes, dtype=query.dtype, device=query.device)
+        philox.fill(drawn, self.key, kept, self.shape, (*self.first, *piece.first))
+        return drawn.reshape(*query.shape[:2], *sizes[-2:])
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The keys that each rank of a group holds and needs, by global index.
+
+    Args:
+        me: The rank in the group.
+        held: The ranges of each rank, in the order in which they lie in its local tensor.
+        needed: The ranges that each rank's queries attend to.
+    """
+
+    me: int
+    held: tuple[Ranges, ...]
+    needed: tuple[Ranges, ...]
+
+    def sent(self, step: int, rank: int | None = None) -> Ranges:
+        """The keys that a rank (this one) sends in a step."""
+        rank = self.me if rank is None else rank
+        return overlaps(self.held[rank], self.needed[(rank + step) % len(self.held)])
+
+    def received(self, step: int) -> Ranges:
+        """The keys that this rank gets in a step."""
+        return self.sent(step, (self.me - step) % len(self.held))
+
+    @cached_property
+    def steps(self) -> Ints:
+        """The steps in which some rank sends something."""
+        ranks = range(len(self.held))
+        return tuple([step for step in ranks[1:] if self.most(step)])
+
+    def most(self, step: int) -> int:
+        """The keys that the busiest rank sends in a step."""
+        return max(count(self.sent(step, rank)) for rank in range(len(self.held)))
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """A rank's part of an attention.
+
+    Args:
+        holders: Who holds and needs which keys.
+        queries: This rank's queries, by global index.
+        pattern: The keys of each query.
+        scale: The factor of scores.
+        group: The ranks that hold the keys; None: this rank holds all that it needs.
+        specs: The layouts of query and key, for messages.
+        dropout: What is dropped; None: nothing.
+        leading: The local shape of the leading dims of the query, for dropout.
+    """
+
+    holders: Holders
+    queries: Ranges
+    pattern: KeyPattern
+    scale: float
+    group: ProcessGroup | None = None
+    specs: tuple[DTensorSpec, DTensorSpec] | None = None
+    dropout: Dropout | None = None
+    leading: Ints = ()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """The result for local tensors of any number of leading dims. Collective over the group.
+
+        Args:
+            query: This rank's queries.
+            key: The keys that this rank holds.
+            value: The values that this rank holds.
+            mask: The rows of this rank's queries, for all keys: False where a query does not attend
+                to a key, or added to scores.
+        """
+        query, key, value = self.cast(query, key, value)
+        shape = query.shape
+        if mask is not None:
+            if mask.dtype is torch.bool:
+                mask = torch.zeros_like(mask, dtype=wide(query[:0]).dtype).masked_fill(
+                    ~mask, -math.inf
+                )
+            mask = _four(wide(mask).expand(*shape[:-1], mask.shape[-1]))
+        part = replace(self, leading=tuple(shape[:-2]))
+        four = _four(query), _four(key), _four(value)
+        out: Tensor = _Attention.apply(*four, mask, part)  # type: ignore[no-untyped-call]
+        if causes.watchers:
+            causes.tag_gradient(out)
+        return out.reshape(*shape[:-1], out.shape[-1])
+
+    def dropping(self, dropout: Dropout) -> AttentionPart:
+        """The same, with dropout."""
+        return replace(self, dropout=dropout)
+
+    @staticmethod
+    def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors as autocast gives them to torch's attention."""
+        device = query.device.type
+        if not torch.is_autocast_enabled(device):
+            return query, key, value
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def blocks(
+        self, tensors: Sequence[Tensor], mask: Tensor | None, keys: Ranges
+    ) -> Iterator[tuple[BlockPlace, Block]]:
+        """The blocks of query, key and value (with the global indices ``keys``)."""
+        query, key, value = (wide(x) for x in tensors)
+        sharing = query.shape[1] // max(key.shape[1], 1)
+        if sharing > 1:
+            key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
+        flash = self.dropout is None and has_kernel(query, key, value)
+        for piece in self.pattern.pieces(self.queries, keys):
+            q, k, v = query[:, :, piece.queries], key[:, :, piece.keys], value[:, :, piece.keys]
+            if 0 in q.shape[:2]:
+                continue
+            added = None if mask is None else self._columns(mask, piece)
+            if piece.masked:
+                ends = [at + x.shape[2] for at, x in zip(piece.first, (q, k), strict=True)]
+                allowed = self.pattern.allowed(*zip(piece.first, ends, strict=True))
+                added = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf)
+                added = added.to(q.device)
+            kept = None
+            if self.dropout is not None:
+                kept = self.dropout.factors(query, piece, self.leading)
+            yield piece, Block(q, k, v, piece.causal, added, kept, self.scale, flash)
+
+    def _columns(self, mask: Tensor, piece: BlockPlace) -> Tensor:
+        start = piece.first[1]
+        return mask[:, :, piece.queries, start : start + piece.keys.stop - piece.keys.start]
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Ranges, Tensor, Tensor]]:
+        """Step, global indices, keys and values: first this rank's own, then those that come."""
+        steps = self.holders.steps
+        arriving = self._keys(steps[0], key, value) if steps else None
+        yield 0, self.holders.held[self.holders.me], key, value
+        for number, step in enumerate(steps):
+            assert arriving is not None
+            came = arriving.wait()
+            more = steps[number + 1 : number + 2]
+            arriving = self._keys(more[0], key, value) if more else None
+            yield step, self.holders.received(step), came[0], came[1]
+
+    def _keys(self, step: int, key: Tensor, value: Tensor) -> Message:
+        rows = local_slices(self.holders.held[self.holders.me], self.holders.sent(step))
+        return self.message(step, (key, value), rows, count(self.holders.received(step)))
+
+    def message(
+        self,
+        step: int,
+        pair: Sequence[Tensor],
+        rows: Sequence[slice],
+        arrive: int,
+        back: bool = False,
+    ) -> Message:
+        """Start to send rows of two tensors ``step`` ranks ahead (or ``back``), and to get some."""
+        assert self.group is not None
+        assert self.specs is not None
+        if causes.watchers:
+            width = sum(math.prod((*x.shape[:2], x.shape[3])) * x.element_size() for x in pair)
+            causes.record_message(self.specs[1], self.group, width * self.holders.most(step), back)
+        return Message(self.group, -step if back else step, pair, rows, arrive)
+
+
+class Message:
+    """Rows of two tensors on their way to another rank, and as many from a third."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        ahead: int,
+        pair: Sequence[Tensor],
+        rows: Sequence[slice],
+        arrive: int,
+    ) -> None:
+        me, size = group.rank(), group.size()
+        parts = [x[:, :, each].reshape(-1) for x in pair for each in rows]
+        self._sent = torch.cat([pair[0].new_empty(0), *parts])
+        self._shapes = [(*x.shape[:2], arrive, x.shape[3]) for x in pair]
+        sizes = list(map(math.prod, self._shapes))
+        self._came = self._sent.new_empty(sum(sizes))
+        out, into = [0] * size, [0] * size
+        out[(me + ahead) % size], into[(me - ahead) % size] = self._sent.numel(), sum(sizes)
+        self._sizes = sizes
+        self._work: Work | None = group.collective(
+            *("all_to_all_single", self._sent, self._came, None, 0, True), (out, into)
+        )
+
+    def wait(self) -> list[Tensor]:
+        """The two tensors that came. Blocks."""
+        if self._work is not None:
+            self._work.wait()
+        parts = torch.split(self._came, self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _four(x: Tensor) -> Tensor:
+    """The tensor with four dims."""
+    if x.dim() > 4:
+        return x.flatten(0, x.dim() - 4)
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def has_kernel(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False) -> bool:
+    """True if torch would attend by the kernel that makes no matrix of weights."""
+    return bool(
+        query.is_cpu
+        and key.shape[-1] == value.shape[-1]
+        and torch._fused_sdp_choice(query, key, value, enable_gqa=enable_gqa) == FLASH
+    )
+
+
+class _Attention(LocalFunction):
+    """Attention of a part, in blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        part: AttentionPart,
+    ) -> Tensor:
+        q = wide(query)
+        out = q.new_zeros(*query.shape[:3], value.shape[3])
+        logs = q.new_full(query.shape[:3], -math.inf)
+        for _, keys, k, v in part.rounds(key, value):
+            pairs = part.blocks((query, k, v), mask, keys)
+            join(out, logs, [(piece.queries, block) for piece, block in pairs])
+        ctx.save_for_backward(query, key, value, mask, out, logs)
+        ctx.part = part
+        ctx.of = Moved(provenance_digest.digest(), "scaled_dot_product_attention")
+        return out.to(query.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, logs = ctx.saved_tensors
+        part: AttentionPart = ctx.part
+        grads = [torch.zeros_like(wide(x)) for x in (query, key, value)]
+        local = _Backward(part, (query, mask, out, logs), wide(grad), grads)
+        if part.specs is None:
+            local.run(key, value)
+        else:
+            of = gradient_of(ctx.of, part.specs[0], grad)
+            text = TensorText(part.specs[1], key.dtype)
+            with moving(of.digest, of.operator, text):
+                local.run(key, value)
+        given = [x.to(query.dtype) for x in grads]
+        return *given, None, None
+
+
+class _Backward:
+    """The backward pass of a part: adds to the gradients of query, key and value."""
+
+    def __init__(
+        self, part: AttentionPart, saved: Sequence[Any], grad: Tensor, grads: Sequence[Tensor]
+    ) -> None:
+        self._part, self._saved, self._grad, self._grads = part, saved, grad, grads
+        self._holders = part.holders
+
+    def run(self, key: Tensor, value: Tensor) -> None:
+        """Compute all blocks. Collective over the part's group."""
+        returning: tuple[int, Message] | None = None
+        for step, keys, k, v in self._part.rounds(key, value):
+            found = self._of_block(keys, k, v)
+            if returning is not None:
+                self._add(*returning)
+                returning = None
+            if step == 0:
+                for total, each in zip(self._grads[1:], found, strict=True):
+                    total.add_(each)
+            else:
+                rows, arrive = [slice(0, count(keys))], count(self._holders.sent(step))
+                returning = step, self._part.message(step, found, rows, arrive, back=True)
+        if returning is not None:
+            self._add(*returning)
+
+    def _add(self, step: int, message: Message) -> None:
+        """Add the gradients that another rank computed for keys of this rank."""
+        held = self._holders.held[self._holders.me]
+        for total, came in zip(self._grads[1:], message.wait(), strict=True):
+            at = 0
+            for rows in local_slices(held, self._holders.sent(step)):
+                size = rows.stop - rows.start
+                total[:, :, rows].add_(came[:, :, at : at + size])
+                at += size
+
+    def _of_block(self, keys: Ranges, key: Tensor, value: Tensor) -> list[Tensor]:
+        """The gradients of keys and values; adds to that of the query."""
+        query, mask, out, logs = self._saved
+        found = [torch.zeros_like(wide(x)) for x in (key, value)]
+        for piece, block in self._part.blocks((query, key, value), mask, keys):
+            rows = piece.queries
+            of_query, *others = block.backward(
+                self._grad[:, :, rows], out[:, :, rows], logs[:, :, rows]
+            )
+            self._grads[0][:, :, rows].add_(of_query)
+            for total, each in zip(found, others, strict=True):
+                heads = total.shape[1]
+                if each.shape[1] != heads:
+                    each = torch.unflatten(each, 1, (heads, -1)).sum(2)
+                total[:, :, piece.keys].add_(each)
+        return found
