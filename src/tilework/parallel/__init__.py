@@ -39,6 +39,7 @@ from tilework.parallel.model_averaging import (
 )
 from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
+from tilework.parallel.tensor_parallel.context_style import ContextParallel
 from tilework.parallel.tensor_parallel.deriving import DerivedPlan, derive_plan, parallelize
 from tilework.parallel.tensor_parallel.experts import (
     ExpertLoad,
@@ -64,6 +65,7 @@ __all__ = [
     "CheckpointImpl",
     "CheckpointWrapper",
     "ColwiseParallel",
+    "ContextParallel",
     "DataParallelMeshDims",
     "DerivedPlan",
     "DistributedDataParallel",
