@@ -252,13 +252,13 @@ def _new_entry(key: Key) -> OpEntry:
 
 
 def _foreign_entry(func: Any) -> OpEntry | None:
-    """The entry of a function that is not torch's, without a rule; None for torch's functions."""
+    """The entry of a function that is not torch's, by the full name; None for torch's functions."""
     name = foreign_name(func)
     if name is None:
         return None
     in_place = canonical_name(func)[1]
     name = name.removesuffix("_") if in_place else name
-    return OpEntry(name, is_random=_is_tagged_random(packet_of(func)))
+    return _ENTRIES.get(name) or OpEntry(name, is_random=_is_tagged_random(packet_of(func)))
 
 
 def override_rule(key: Key, rule: RuleFunction) -> None:

@@ -13,6 +13,7 @@ from tilework.dtensor.rules import (  # noqa: F401
     multihead,
     new_like,
     norms,
+    packed_attention,
     python_values,
     random_ops,
     recurrent,

@@ -151,7 +151,7 @@ def _causal(
             Holders(0, here, here), rows, KeyPattern(right=0), default_scale(query, scale)
         )
         if has_kernel(*part.cast(query, key, value), enable_gqa=enable_gqa):
-            return part.attend(query, key, value, None)
+            return part.attend(query, key, value, None)[0]
     if offset == 0:
         return attend(query, key, value, is_causal=True, **options)
     mask = torch.ones(size, key.size(-2), dtype=torch.bool, device=key.device).tril(offset)

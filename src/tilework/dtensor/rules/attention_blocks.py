@@ -49,6 +49,11 @@ class KeyPattern:
     right: int | None = None
     documents: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, left: int, right: int, documents: tuple[int, ...]) -> KeyPattern:
+        """The pattern of a window as ``varlen_attn`` takes it: -1 for no bound."""
+        return cls(None if left < 0 else left, None if right < 0 else right, documents)
+
     def needed(self, queries: Ranges, length: int) -> Ranges:
         """The ranges of ``length`` keys that the queries attend to, ascending and disjoint."""
         reached = [

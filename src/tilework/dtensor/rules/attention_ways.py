@@ -195,7 +195,8 @@ class _Call:
             return self._by_heads()
         given = (query, key, value, mask)
         if way == "ring":
-            return ring_attention(*given, self.dropout, self.causal, self.scale, self.gqa)
+            pattern = (-1, 0 if self.causal else -1, ())
+            return ring_attention(*given, self.dropout, pattern, self.scale, self.gqa)[0]
         if self.dropout > 0:
             options: Any = {"scale": self.scale, "enable_gqa": self.gqa}
             return decomposed_attention(*given, self.dropout, self.causal, **options)
@@ -319,7 +320,7 @@ def _ring_rule(
     value: Any,
     mask: Any,
     dropout: float,
-    causal: bool,
+    pattern: tuple[int, int, Ints],
     scale: float | None,
     gqa: bool,
 ) -> RuleResult:
@@ -340,14 +341,14 @@ def _ring_rule(
         keys = Factor(key.shape[-2], "keys", unshardable=True)
         inputs[mask] = broadcast_dims(mask.shape, dim_factors([*out, sequence, keys]))
 
-    def run(ranges: LocalRanges) -> Callable[..., Tensor]:
+    def run(ranges: LocalRanges) -> Callable[..., Any]:
         assert isinstance(ranges, Strategy)
         specs = ranges.inputs[query.number], ranges.inputs[key.number]
-        axes, pattern = ranges.axes(sequence), KeyPattern(right=0 if causal else None)
+        axes, keys_of = ranges.axes(sequence), KeyPattern.of(*pattern)
 
-        def attend(*tensors: Tensor) -> Tensor:
+        def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v, *masks = tensors
-            part = part_of(specs, axes, pattern, default_scale(q, scale))
+            part = part_of(specs, axes, keys_of, default_scale(q, scale))
             if dropout > 0:
                 key = next_key(specs[0].mesh)
                 shape = (*specs[0].shape[:-1], specs[1].shape[-2])
@@ -356,7 +357,7 @@ def _ring_rule(
 
         return attend
 
-    return local_call(inputs, [[*out, sequence, width]], run=run)
+    return local_call(inputs, [[*out, sequence, width], [*out, sequence]], run=run)
 
 
 def part_of(
@@ -389,9 +390,12 @@ def ring_attention(
     value: Tensor,
     mask: Tensor | None,
     dropout: float,
-    causal: bool,
+    pattern: tuple[int, int, Ints],
     scale: float | None,
     gqa: bool,
-) -> Tensor:
-    """Attention whose keys come in messages: see :mod:`~…rules.ring_attention`."""
+) -> tuple[Tensor, Tensor]:
+    """Attention whose keys come in messages: the result, and the logarithms of sums of weights.
+
+    ``pattern`` are the arguments of :meth:`KeyPattern.of`.
+    """
     raise NotImplementedError("a ring of keys runs on DTensors only, by the sharding rule")

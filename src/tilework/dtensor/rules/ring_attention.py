@@ -121,8 +121,12 @@ class AttentionPart:
     dropout: Dropout | None = None
     leading: Ints = ()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The result for local tensors of any number of leading dims. Collective over the group.
+
+        Beside it, the logarithm of each query's sum of weights, which has no gradient.
 
         Args:
             query: This rank's queries.
@@ -141,10 +145,10 @@ class AttentionPart:
             mask = _four(wide(mask).expand(*shape[:-1], mask.shape[-1]))
         part = replace(self, leading=tuple(shape[:-2]))
         four = _four(query), _four(key), _four(value)
-        out: Tensor = _Attention.apply(*four, mask, part)  # type: ignore[no-untyped-call]
+        out, logs = _Attention.apply(*four, mask, part)  # type: ignore[no-untyped-call]
         if causes.watchers:
             causes.tag_gradient(out)
-        return out.reshape(*shape[:-1], out.shape[-1])
+        return out.reshape(*shape[:-1], out.shape[-1]), logs.reshape(shape[:-1])
 
     def dropping(self, dropout: Dropout) -> AttentionPart:
         """The same, with dropout."""
@@ -283,7 +287,7 @@ class _Attention(LocalFunction):
         value: Tensor,
         mask: Tensor | None,
         part: AttentionPart,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         q = wide(query)
         out = q.new_zeros(*query.shape[:3], value.shape[3])
         logs = q.new_full(query.shape[:3], -math.inf)
@@ -293,11 +297,13 @@ class _Attention(LocalFunction):
         ctx.save_for_backward(query, key, value, mask, out, logs)
         ctx.part = part
         ctx.of = Moved(provenance_digest.digest(), "scaled_dot_product_attention")
-        return out.to(query.dtype)
+        shown = logs.clone()
+        ctx.mark_non_differentiable(shown)
+        return out.to(query.dtype), shown
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, logs = ctx.saved_tensors
         part: AttentionPart = ctx.part
         grads = [torch.zeros_like(wide(x)) for x in (query, key, value)]
