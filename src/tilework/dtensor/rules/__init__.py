@@ -6,6 +6,8 @@ from tilework.dtensor.rules import (  # noqa: F401
     concatenation,
     cross_entropy,
     extrema,
+    flex_attention,
+    in_place_views,
     index_read,
     index_write,
     indexing,

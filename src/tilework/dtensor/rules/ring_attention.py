@@ -77,10 +77,14 @@ class Holders:
     held: tuple[Ranges, ...]
     needed: tuple[Ranges, ...]
 
+    def between(self, source: int, target: int) -> Ranges:
+        """The keys that one rank holds and another needs."""
+        return overlaps(self.held[source], self.needed[target])
+
     def sent(self, step: int, rank: int | None = None) -> Ranges:
         """The keys that a rank (this one) sends in a step."""
         rank = self.me if rank is None else rank
-        return overlaps(self.held[rank], self.needed[(rank + step) % len(self.held)])
+        return self.between(rank, (rank + step) % len(self.held))
 
     def received(self, step: int) -> Ranges:
         """The keys that this rank gets in a step."""
@@ -91,6 +95,13 @@ class Holders:
         """The steps in which some rank sends something."""
         ranks = range(len(self.held))
         return tuple([step for step in ranks[1:] if self.most(step)])
+
+    @cached_property
+    def busiest(self) -> int:
+        """The keys that the busiest rank sends to others, or gets from them."""
+        ranks = range(len(self.held))
+        moved = [[count(self.between(a, b)) * (a != b) for b in ranks] for a in ranks]
+        return max(map(sum, [*moved, *zip(*moved, strict=True)]))
 
     def most(self, step: int) -> int:
         """The keys that the busiest rank sends in a step."""
