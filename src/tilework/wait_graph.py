@@ -6,7 +6,10 @@ Pure: the waits may be read from a store, or from files, or be those of ranks th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
+
+#: Words in every error about a cycle, also of ranks that noticed the cycle themselves.
+IN_A_CIRCLE: Final = "wait for each other in a circle"
 
 
 class Waiting(Protocol):

@@ -180,7 +180,9 @@ def write(
     body = [*_header(graph, options, groups), *writer.lines, f"return [{returned}]"]
     text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
     # In the folder of the library: errors then name the line that called the program.
-    file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}{' traced' * with_spans}>")
+    file = os.path.join(
+        os.path.dirname(__file__), f"<{name} at {id(graph):x}{' traced' * with_spans}>"
+    )
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     return PythonCode(writer.scope[name], text, kept, file)

@@ -8,7 +8,6 @@ from typing import Final, Literal
 
 from tilework.comm.flight.document import Record
 from tilework.comm.flight.history import (
-    IN_A_CIRCLE,
     Group,
     History,
     Wait,
@@ -28,6 +27,7 @@ from tilework.comm.flight.stragglers import (
     stragglers,
     without,
 )
+from tilework.wait_graph import IN_A_CIRCLE
 
 #: In the order of reports.
 Kind = Literal[

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
-from tilework.wait_graph import cycles
+from tilework.wait_graph import IN_A_CIRCLE, cycles
 
 #: Names of functions that are the same operation. (The table of collectives needs torch, which
 #: the launcher does not load.)
@@ -166,10 +166,6 @@ def _run_of(ranks: Sequence[int]) -> list[str]:
     if len(ranks) < 3:
         return [str(rank) for rank in ranks]
     return [f"{ranks[0]} to {ranks[-1]}"]
-
-
-#: Words in the error of ranks that noticed the cycle themselves.
-IN_A_CIRCLE = "wait for each other in a circle"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ from typing import NamedTuple
 
 from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.flight.history import IN_A_CIRCLE
 from tilework.comm.flight.ring import Entry
 from tilework.comm.per_call.callbacks import callbacks_due
 from tilework.comm.per_call.callsite import in_library, stacks_of_threads
@@ -49,7 +48,7 @@ from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, ope
 from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
-from tilework.wait_graph import cycle_through
+from tilework.wait_graph import IN_A_CIRCLE, cycle_through
 
 #: The folder of the standard library.
 _STDLIB = os.path.join(os.path.dirname(os.__file__), "")

@@ -7,7 +7,6 @@ from tilework.dtensor.rules import (  # noqa: F401
     cross_entropy,
     extrema,
     flex_attention,
-    in_place_views,
     index_read,
     index_write,
     indexing,

@@ -1,0 +1,103 @@
+"""What ranks of a pipeline do: actions, the messages between them, what each stage costs."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+#: ``backward`` is ``input_gradient`` and ``weights`` in one action.
+Kind = Literal[
+    "forward", "backward", "input_gradient", "weights", "gather", "free", "reduce"
+]  # fmt: skip
+
+#: The letter of each kind in a schedule's text.
+LETTERS: Final[dict[Kind, str]] = {
+    "forward": "F",
+    "backward": "B",
+    "input_gradient": "I",
+    "weights": "W",
+    "gather": "G",
+    "free": "X",
+    "reduce": "R",
+}
+#: The kinds that are of a whole stage, not of one microbatch.
+WHOLE: Final[frozenset[str]] = frozenset(("gather", "free", "reduce"))
+
+
+class Action(NamedTuple):
+    """Something that a rank does with a stage, and with one microbatch.
+
+    Attributes:
+        kind: "forward"; "backward", or the two halves "input_gradient" and "weights"; "gather" and
+            "free" a stage's sharded parameters; "reduce" a stage's gradients.
+        stage: The number of the stage.
+        microbatch: The number of the microbatch; -1 for "gather", "free" and "reduce".
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTERS[self.kind]}{'' if self.microbatch < 0 else self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """The action for a person."""
+        of = "" if self.microbatch < 0 else f" of microbatch {self.microbatch}"
+        return f"{self.kind.replace('_', ' ')}{of} in stage {self.stage}"
+
+
+class Message(NamedTuple):
+    """What an action sends to the rank that needs the result.
+
+    Attributes:
+        number: The place in the order of all messages of a schedule. Both ranks count the same, so
+            the number can be the tag.
+        made_by: The action that makes the values: an activation or the gradient of an activation.
+        used_by: The action that needs the values.
+        source: The rank that sends.
+        target: The rank that receives.
+    """
+
+    number: int
+    made_by: Action
+    used_by: Action
+    source: int
+    target: int
+
+
+class Step(NamedTuple):
+    """An action of a rank, and the messages around it, in this order.
+
+    Attributes:
+        receives: The receives to post before the action starts. Some are for later actions.
+        takes: The message that has to be there before the action starts; None if the values are on
+            the rank, or the action needs none. The receive was posted in this step or before.
+        action: The action.
+        sends: The message to send afterwards, without waiting for the receiver; None if none.
+    """
+
+    receives: tuple[Message, ...]
+    takes: Message | None
+    action: Action
+    sends: Message | None
+
+
+class StageCost(NamedTuple):
+    """The times that the actions of a stage take, in any unit, for one microbatch.
+
+    Attributes:
+        forward: The time of "forward".
+        input_gradient: The time of "input_gradient".
+        weights: The time of "weights". "backward" takes ``input_gradient + weights``.
+    """
+
+    forward: float = 1
+    input_gradient: float = 1
+    weights: float = 1
+
+    def of(self, kind: Kind) -> float:
+        """The time of an action; 0 for "gather", "free" and "reduce"."""
+        if kind == "backward":
+            return self.input_gradient + self.weights
+        return 0 if kind in WHOLE else float(getattr(self, kind))

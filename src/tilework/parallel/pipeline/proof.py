@@ -1,0 +1,254 @@
+"""The proof that ranks which act in given orders never hang, and the order of their messages.
+
+An order is *complete* if each microbatch passes each stage once, forward and backward. It has no
+circle if the ranks, each doing the first action whose needs are met, all come to their end; else
+some ranks wait for each other, and the error names them.
+
+Messages are numbered in the order in which they are made, and each rank posts a receive before it
+sends a message with a higher number. By induction over the numbers, all messages then arrive on any
+engine: those that take messages early, those whose sends wait for the receive, and those that do
+the sends and receives of a rank one after the other (NCCL). For when message *n* is the first that
+does not arrive, its sender waits for nothing: what it sent and received before has arrived. And the
+receiver posts the receive before it needs any message after *n*.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tilework.parallel.pipeline.actions import WHOLE, Action, Message, StageCost, Step
+from tilework.wait_graph import IN_A_CIRCLE, cycle_through
+
+Orders = Sequence[Sequence[Action]]
+
+
+class Timing(NamedTuple):
+    """When actions start and end if messages take no time.
+
+    Attributes:
+        starts: For each rank, when each of the rank's actions starts.
+        ends: When each action of a microbatch ends; in an order that fits all needs.
+    """
+
+    starts: tuple[tuple[float, ...], ...]
+    ends: dict[Action, float]
+
+
+class _Wait(NamedTuple):
+    """A rank that cannot do an action before another rank has done another action."""
+
+    rank: int
+    awaited: tuple[int]
+    position: int
+    action: Action
+    need: Action
+
+
+def needs(action: Action, orders_have: Mapping[Action, int], stages: int) -> Iterator[Action]:
+    """The actions that must be done before ``action``, but for those by position on the rank.
+
+    Args:
+        action: An action of a microbatch.
+        orders_have: The actions of the schedule, which say whether a backward is cut in two.
+        stages: The number of stages.
+    """
+    kind, stage, microbatch = action
+    if kind == "forward" and stage:
+        yield Action("forward", stage - 1, microbatch)
+    if kind == "weights":
+        yield Action("input_gradient", stage, microbatch)
+    if kind in ("backward", "input_gradient"):
+        yield Action("forward", stage, microbatch)
+        if stage + 1 < stages:
+            whole = Action("backward", stage + 1, microbatch)
+            yield whole if whole in orders_have else whole._replace(kind="input_gradient")
+
+
+def check_complete(orders: Orders, home: Sequence[int], microbatches: int) -> None:
+    """Raise ValueError unless each action is there once, on the rank of its stage."""
+    found: Counter[Action] = Counter()
+    for rank, actions in enumerate(orders):
+        for action in actions:
+            _check_action(action, rank, home, microbatches)
+            found[action] += action.kind not in WHOLE
+    wrong = [f"{action.words} is there {n} times" for action, n in found.items() if n > 1]
+    for stage in range(len(home)):
+        for microbatch in range(microbatches):
+            wrong += _wrong(stage, microbatch, found)
+    if wrong:
+        raise ValueError(
+            "each microbatch passes each stage once: forward, and backward or both input_gradient"
+            f" and weights; but {_few(wrong)}"
+        )
+
+
+def _check_action(action: Action, rank: int, home: Sequence[int], microbatches: int) -> None:
+    if not 0 <= action.stage < len(home):
+        raise ValueError(
+            f"rank {rank}: {action.words}, but the stages are 0 to {len(home) - 1}: give home a"
+            " rank for each stage"
+        )
+    if home[action.stage] != rank:
+        raise ValueError(
+            f"rank {rank}: {action.words}, which is on rank {home[action.stage]}: a stage has one"
+            " rank, which does all of its actions"
+        )
+    least, most = (-1, -1) if action.kind in WHOLE else (0, microbatches - 1)
+    if not least <= action.microbatch <= most:
+        raise ValueError(
+            f"rank {rank}: {action.kind} in stage {action.stage} has microbatch"
+            f" {action.microbatch}: expected {least if least == most else f'{least} to {most}'}"
+        )
+
+
+def _wrong(stage: int, microbatch: int, found: Mapping[Action, int]) -> Iterator[str]:
+    """What lacks of a microbatch in a stage, or is there in two ways."""
+    forward, backward, first, second = (
+        Action(kind, stage, microbatch)
+        for kind in ("forward", "backward", "input_gradient", "weights")
+    )
+    if forward not in found:
+        yield f"{forward.words} is missing"
+    if backward in found:
+        for half in (first, second):
+            if half in found:
+                yield f"{half.words} is there beside backward"
+    elif first not in found and second not in found:
+        yield f"{backward.words} is missing"
+    else:
+        for half in (first, second):
+            if half not in found:
+                yield f"{half.words} is missing"
+
+
+def _few(texts: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
+
+
+def check_stage_wide(orders: Orders) -> None:
+    """Raise ValueError where a stage is used while its parameters are freed, or after "reduce"."""
+    for rank, actions in enumerate(orders):
+        gathered: dict[int, bool] = {a.stage: False for a in actions if a.kind == "gather"}
+        reduced: set[int] = set()
+        for position, action in enumerate(actions):
+            held = gathered.get(action.stage)
+            wrong = ""
+            if action.kind == "gather":
+                wrong = "the parameters are gathered already" if held else ""
+                gathered[action.stage] = True
+            elif action.kind == "reduce":
+                wrong = "the gradients are reduced already" if action.stage in reduced else ""
+                reduced.add(action.stage)
+            elif action.kind == "free" or held is not None:
+                wrong = "" if held else "no gather comes before"
+                gathered[action.stage] = action.kind != "free"
+            if action.stage in reduced and action.kind in ("backward", "weights"):
+                wrong = "a reduce comes before, which would lack this gradient"
+            if wrong:
+                raise ValueError(f"rank {rank}, action {position}: {action.words}: {wrong}")
+
+
+def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> Timing:
+    """When each action of complete orders starts and ends; the order of the result fits all needs.
+
+    Raises:
+        ValueError: Ranks wait for each other in a circle, which the error names.
+    """
+    have = {action: rank for rank, actions in enumerate(orders) for action in actions}
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: dict[Action, float] = {}
+    clock = [0.0] * len(orders)
+    waiting: dict[Action, list[int]] = {}
+    ready = [(0.0, rank) for rank in range(len(orders))]
+    while ready:
+        _, rank = heapq.heappop(ready)
+        for action in orders[rank][len(starts[rank]) :]:
+            needed = [] if action.kind in WHOLE else list(needs(action, have, len(home)))
+            missing = next((need for need in needed if need not in ends), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            start = max([clock[rank], *(ends[need] for need in needed)])
+            clock[rank] = start + costs[action.stage].of(action.kind)
+            starts[rank].append(start)
+            if needed or action.kind == "forward":
+                ends[action] = clock[rank]
+            for other in waiting.pop(action, ()):
+                heapq.heappush(ready, (clock[rank], other))
+    waits = [
+        _Wait(rank, (have[need],), len(starts[rank]), orders[rank][len(starts[rank])], need)
+        for need, ranks in waiting.items()
+        for rank in ranks
+    ]
+    if waits:
+        raise ValueError(_told({wait.rank: wait for wait in waits}))
+    return Timing(tuple(map(tuple, starts)), ends)
+
+
+def _told(waits: Mapping[int, _Wait]) -> str:
+    """The shortest circle among the waits of all ranks that cannot continue, in words."""
+    circles = (cycle_through(rank, lambda r: [waits[r]] if r in waits else None) for rank in waits)
+    circle = min(filter(None, circles), key=len)
+    ranks = ", ".join(str(wait.rank) for wait in circle)
+    told = "\n".join(
+        f"  rank {wait.rank} waits in its action {wait.position}, {wait.action.words}, for rank"
+        f" {wait.awaited[0]}, which has not done {wait.need.words}"
+        for wait in circle
+    )
+    if len(circle) == 1:
+        return f"rank {ranks} waits for itself:\n{told}\nMove that action before."
+    return (
+        f"ranks {ranks} {IN_A_CIRCLE}, and none can continue:\n{told}\nMove one of these actions"
+        " behind what it waits for, or let a maker such as Schedule.gpipe choose the order."
+    )
+
+
+def messages(
+    orders: Orders, home: Sequence[int], ends: Mapping[Action, float]
+) -> tuple[Message, ...]:
+    """All messages between ranks, in the order in which they are made.
+
+    Args:
+        orders: The actions of each rank.
+        home: The rank of each stage.
+        ends: When each action ends, in an order that fits all needs.
+    """
+    have = {action: rank for rank, actions in enumerate(orders) for action in actions}
+    #: By action: the place in an order that is by time, and fits the needs where times are equal.
+    place = {action: n for n, action in enumerate(sorted(ends, key=lambda each: ends[each]))}
+    pairs = sorted(
+        (place[need], need, action)
+        for action in have
+        if action.kind not in WHOLE
+        for need in needs(action, have, len(home))
+        if home[need.stage] != home[action.stage]
+    )
+    return tuple(
+        Message(number, made, used, home[made.stage], home[used.stage])
+        for number, (_, made, used) in enumerate(pairs)
+    )
+
+
+def steps_of(rank: int, actions: Sequence[Action], all_messages: Iterable[Message]) -> list[Step]:
+    """The actions of a rank with the messages around them; receives are posted as late as allowed.
+
+    A receive is posted before the action that needs it, and before the rank sends a message with a
+    higher number or posts the receive of one.
+    """
+    sends = {each.made_by: each for each in all_messages if each.source == rank}
+    takes = {each.used_by: each for each in all_messages if each.target == rank}
+    steps: list[Step] = []
+    unposted = sorted(takes.values())
+    at = 0
+    for action in actions:
+        bound = max((m.number for m in (takes.get(action), sends.get(action)) if m), default=-1)
+        first = at
+        while at < len(unposted) and unposted[at].number <= bound:
+            at += 1
+        posted = tuple(unposted[first:at])
+        steps.append(Step(posted, takes.get(action), action, sends.get(action)))
+    return steps
