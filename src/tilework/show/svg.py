@@ -20,12 +20,21 @@ _LEFT, _WIDTH, _ROW, _TOP = 150, 640, 22, 64
 
 
 class Span(NamedTuple):
-    """A span of time in a row of a timeline: in ms, of a kind, with the text of a tooltip."""
+    """A span of time in a row of a timeline, of a kind.
+
+    Attributes:
+        start: When it starts.
+        end: When it ends.
+        kind: The kind, which has a colour.
+        told: The text of a tooltip.
+        label: The text within, which is left out where it does not fit.
+    """
 
     start: float
     end: float
     kind: str
     told: str
+    label: str = ""
 
 
 def timeline(
@@ -33,6 +42,7 @@ def timeline(
     rows: Sequence[tuple[str, Sequence[Span]]],
     kinds: Mapping[str, tuple[str, str]],
     inherits: bool = False,
+    unit: str = " ms",
 ) -> str:
     """An SVG document of spans of time.
 
@@ -41,11 +51,12 @@ def timeline(
         rows: The name and the spans of each row.
         kinds: The colour and the name of each kind of span.
         inherits: As for :func:`document`.
+        unit: The unit of times, as written after a number.
     """
     total = max((span.end for _, spans in rows for span in spans), default=0.0) or 1e-6
     scale, height = _WIDTH / total, _TOP + len(rows) * _ROW + 6
     ticks = [
-        (_LEFT + ms * scale, f"{ms:g}{' ms' if ms == 0 else ''}") for ms in round_numbers(total)
+        (_LEFT + ms * scale, f"{ms:g}{unit if ms == 0 else ''}") for ms in round_numbers(total)
     ]
     parts = [
         words(8, 16, headline),
@@ -57,6 +68,10 @@ def timeline(
         for span in spans:
             x, width = _LEFT + span.start * scale, max(1.0, (span.end - span.start) * scale)
             parts.append(bar(span.kind, x, _TOP + y * _ROW, width, _ROW - 6, span.told))
+            if span.label and 7 * len(span.label) < width:
+                label = words(x + width / 2, _TOP + 12 + y * _ROW, span.label, "middle")
+                # Dark on every kind's colour, also in a dark page.
+                parts.append(label.replace("<text", '<text style="fill:#111827"', 1))
     colours = {kind: fill for kind, (fill, _) in kinds.items()}
     return document(_LEFT + _WIDTH + 40, height, colours, parts, inherits)
 

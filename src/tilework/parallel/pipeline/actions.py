@@ -19,6 +19,8 @@ LETTERS: Final[dict[Kind, str]] = {
     "free": "X",
     "reduce": "R",
 }
+#: The kind of each letter.
+KINDS: Final[dict[str, Kind]] = {letter: kind for kind, letter in LETTERS.items()}
 #: The kinds that are of a whole stage, not of one microbatch.
 WHOLE: Final[frozenset[str]] = frozenset(("gather", "free", "reduce"))
 

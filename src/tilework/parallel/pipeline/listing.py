@@ -1,4 +1,4 @@
-"""The list scheduler: each rank does the first ready action by rules, and waits only for needs."""
+"""The list scheduler: a rank that is free does the most urgent action whose needs are met."""
 
 from __future__ import annotations
 
@@ -8,108 +8,141 @@ from dataclasses import dataclass
 
 from tilework.parallel.pipeline.actions import Action, Kind, StageCost
 
-#: From the microbatch and the place of a stage among the rank's stages: less is earlier.
+#: From a microbatch, and the place of a stage among the rank's stages: the less, the more urgent.
 Key = Callable[[int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How ranks choose among actions that are ready.
+    """What ranks keep to, and how they choose among actions that are ready.
 
     Attributes:
-        limits: For each stage: a forward starts only while the rank has fewer live activations.
-        split: True to cut backward in two.
-        first: The kinds, the most urgent first.
-        forward_key: The order of forwards of several stages of a rank.
-        backward_key: The order of backwards.
+        live: For each stage: the most live activations of the rank after a forward of the stage.
+        flight: For each stage: the most microbatches that are forward, but not yet backward.
+        split: True to cut backward in two halves.
         phased: True if backwards of a rank start after all of the rank's forwards.
+        forward_key: The order among forwards of a rank's stages; by default the last stage first.
+        backward_key: The order among backwards; by default by microbatches.
     """
 
-    limits: Sequence[int]
+    live: Sequence[int]
+    flight: Sequence[int]
     split: bool = False
-    first: tuple[Kind, ...] = ("backward", "input_gradient", "forward", "weights")
+    phased: bool = False
     forward_key: Key = lambda microbatch, place: (-place, microbatch)
     backward_key: Key = lambda microbatch, place: (microbatch, -place)
-    phased: bool = False
+
+    @property
+    def urgencies(self) -> tuple[tuple[Kind, ...], ...]:
+        """The orders of kinds that are worth trying."""
+        if self.split:
+            fill_later: tuple[Kind, ...] = ("forward", "input_gradient", "weights")
+            return fill_later, ("forward", "weights", "input_gradient")
+        return (("forward", "backward"),) if self.phased else (
+            ("forward", "backward"), ("backward", "forward"),
+        )  # fmt: skip
 
 
-def list_actions(
-    home: Sequence[int], microbatches: int, rules: Rules, costs: Sequence[StageCost]
-) -> list[list[Action]]:
-    """The actions of each rank, as the rules choose them if the stages cost this much.
+class ListScheduler:
+    """Makes an order of actions, in simulated time.
 
-    Raises:
-        ValueError: The limits are too small for any order.
+    Args:
+        home: The rank of each stage.
+        microbatches: The number of microbatches.
+        rules: What ranks keep to.
+        urgency: The kinds, the most urgent first. After a rank's last forward, "weights" come last.
+        costs: What each stage costs.
     """
-    scheduler = _Scheduler(home, microbatches, rules, costs)
-    scheduler.run()
-    return scheduler.orders
 
-
-class _Scheduler:
     def __init__(
-        self, home: Sequence[int], microbatches: int, rules: Rules, costs: Sequence[StageCost]
+        self,
+        home: Sequence[int],
+        microbatches: int,
+        rules: Rules,
+        urgency: Sequence[Kind],
+        costs: Sequence[StageCost],
     ) -> None:
         self.home, self.microbatches, self.rules, self.costs = home, microbatches, rules, costs
         ranks = max(home) + 1
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
-        self.own = [[s for s, rank in enumerate(home) if rank == r] for r in range(ranks)]
-        self.place = {s: n for own in self.own for n, s in enumerate(own)}
-        self.live = [0] * ranks
-        self.free_at = [0.0] * ranks
-        self.done: dict[Action, float] = {}
-        self.backward: Kind = "input_gradient" if rules.split else "backward"
-        #: By kind and stage: the number of the next microbatch.
-        kinds: tuple[Kind, ...] = ("forward", self.backward, "weights")
-        self.next = {(kind, stage): 0 for kind in kinds for stage in range(len(home))}
+        self._own = [[s for s, rank in enumerate(home) if rank == r] for r in range(ranks)]
+        self._place = {s: n for own in self._own for n, s in enumerate(own)}
+        self._live = [0] * ranks
+        self._free_at = [0.0] * ranks
+        self._ends: dict[Action, float] = {}
+        self._backward: Kind = "input_gradient" if rules.split else "backward"
+        self._level = {kind: level for level, kind in enumerate(urgency)}
+        self._next = {(kind, stage): 0 for kind in urgency for stage in range(len(home))}
+        self._left = [microbatches * len(own) for own in self._own]
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Make ``orders``; False if the limits are too small to end."""
         events = [(0.0, rank) for rank in range(len(self.orders))]
         while events:
             now, rank = heapq.heappop(events)
-            if now < self.free_at[rank]:
+            if now < self._free_at[rank]:
                 continue
-            ready = min(self._ready(rank, now), key=self._urgency, default=None)
-            if ready is None:
+            action = min(self._ready(rank, now), key=self._urgency, default=None)
+            if action is None:
                 continue
-            self._do(rank, ready, now)
-            near = range(max(ready.stage - 1, 0), min(ready.stage + 2, len(self.home)))
-            for other in {self.home[stage] for stage in near}:
-                heapq.heappush(events, (self.free_at[rank], other))
-        total = len(self.home) * self.microbatches * (2 + self.rules.split)
-        if sum(map(len, self.orders)) < total:
-            raise ValueError(
-                f"no order of {self.microbatches} microbatches in {len(self.home)} stages keeps to"
-                f" at most {list(self.rules.limits)} live activations: allow more"
-            )
+            self._do(rank, action, now)
+            stage = action.stage
+            for other in {self.home[s] for s in (stage, max(stage - 1, 0))} | set(
+                self.home[stage + 1 : stage + 2]
+            ):
+                heapq.heappush(events, (self._free_at[rank], other))
+        return all(number == self.microbatches for number in self._next.values())
 
     def _do(self, rank: int, action: Action, now: float) -> None:
         kind, stage, _ = action
         self.orders[rank].append(action)
-        self.next[kind, stage] += 1
-        self.live[rank] += (kind == "forward") - (kind in ("backward", "weights"))
-        self.free_at[rank] = self.done[action] = now + self.costs[stage].of(kind)
+        self._next[kind, stage] += 1
+        self._left[rank] -= kind == "forward"
+        self._live[rank] += (kind == "forward") - (kind in ("backward", "weights"))
+        self._free_at[rank] = self._ends[action] = now + self.costs[stage].of(kind)
 
     def _ready(self, rank: int, now: float) -> Iterator[Action]:
-        forwards_left = any(self.next["forward", s] < self.microbatches for s in self.own[rank])
-        for stage in self.own[rank]:
-            n = self.next["forward", stage]
-            if n < self.microbatches and self.live[rank] < self.rules.limits[stage]:
-                if stage == 0 or self._is_done(Action("forward", stage - 1, n), now):
-                    yield Action("forward", stage, n)
-            n = self.next[self.backward, stage]
-            if n < self.next["forward", stage] and not (self.rules.phased and forwards_left):
-                last = stage + 1 == len(self.home)
-                if last or self._is_done(Action(self.backward, stage + 1, n), now):
-                    yield Action(self.backward, stage, n)
-            n = self.next["weights", stage]
-            if self.rules.split and n < self.next[self.backward, stage]:
-                yield Action("weights", stage, n)
+        for (kind, stage), n in self._next_of(rank):
+            action = Action(kind, stage, n)
+            if kind == "forward":
+                ready = self._has_room(rank, action) and self._done(kind, stage - 1, n, now)
+            elif kind == "weights":
+                ready = n < self._next[self._backward, stage]
+            else:
+                waits = self.rules.phased and self._left[rank]
+                ready = not waits and self._done("forward", stage, n, now)
+                ready = ready and self._done(kind, stage + 1, n, now)
+            if ready:
+                yield action
 
-    def _is_done(self, action: Action, now: float) -> bool:
-        return self.done.get(action, now + 1) <= now
+    def _next_of(self, rank: int) -> Iterator[tuple[tuple[Kind, int], int]]:
+        for stage in self._own[rank]:
+            for kind in self._level:
+                number = self._next[kind, stage]
+                if number < self.microbatches:
+                    yield (kind, stage), number
+
+    def _has_room(self, rank: int, forward: Action) -> bool:
+        """True if the limits allow a forward.
+
+        The last room for an activation is for the rank's last stage, unless a microbatch that has
+        passed that stage will come back to free another: else the rank might never go on.
+        """
+        _, stage, number = forward
+        first, last = self._own[rank][0], self._own[rank][-1]
+        backward = self._next[self._backward, stage]
+        returned = self._next[self._backward, first]
+        returns = stage == last or self._next["forward", last] > returned
+        room = self.rules.live[stage] - self._live[rank] - (not returns)
+        return room > 0 and number - backward < self.rules.flight[stage]
+
+    def _done(self, kind: Kind, stage: int, number: int, now: float) -> bool:
+        """True if an action is done, or if there is no such stage."""
+        outside = not 0 <= stage < len(self.home)
+        return outside or self._ends.get(Action(kind, stage, number), now + 1) <= now
 
     def _urgency(self, action: Action) -> tuple[int, ...]:
-        kind, stage, microbatch = action
+        kind, stage, number = action
+        late = kind == "weights" and not self._left[self.home[stage]]
         key = self.rules.forward_key if kind == "forward" else self.rules.backward_key
-        return (self.rules.first.index(kind), *key(microbatch, self.place[stage]))
+        return (self._level[kind] + 2 * late, *key(number, self._place[stage]))

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tilework.parallel.pipeline.actions import WHOLE, Action, Message, StageCost, Step
+from tilework.parallel.pipeline.actions import LETTERS, WHOLE, Action, Message, StageCost, Step
 from tilework.wait_graph import IN_A_CIRCLE, cycle_through
 
 Orders = Sequence[Sequence[Action]]
@@ -38,7 +38,7 @@ class Timing(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A rank that cannot do an action before another rank has done another action."""
+    """A rank that cannot do an action before another rank (or the same) has done another."""
 
     rank: int
     awaited: tuple[int]
@@ -67,40 +67,53 @@ def needs(action: Action, orders_have: Mapping[Action, int], stages: int) -> Ite
             yield whole if whole in orders_have else whole._replace(kind="input_gradient")
 
 
+def checked_action(action: object) -> Action:
+    """An action, or a tuple of the same values, as an action."""
+    if not (isinstance(action, tuple) and 2 <= len(action) <= 3):
+        raise ValueError(f"got the action {action!r}; expected Action(kind, stage, microbatch)")
+    kind, *numbers = action
+    if kind not in LETTERS:
+        raise ValueError(f"got an action of kind {kind!r}; expected {', '.join(LETTERS)}")
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        raise ValueError(f"got the action {action!r}; expected whole numbers after the kind")
+    return Action(kind, *numbers)
+
+
 def check_complete(orders: Orders, home: Sequence[int], microbatches: int) -> None:
     """Raise ValueError unless each action is there once, on the rank of its stage."""
     found: Counter[Action] = Counter()
     for rank, actions in enumerate(orders):
+        if not actions:
+            raise ValueError(f"rank {rank} has no action: give it a stage, or leave it out")
         for action in actions:
-            _check_action(action, rank, home, microbatches)
-            found[action] += action.kind not in WHOLE
+            _check_place(action, rank, home, microbatches)
+        found.update(action for action in actions if action.kind not in WHOLE)
     wrong = [f"{action.words} is there {n} times" for action, n in found.items() if n > 1]
     for stage in range(len(home)):
         for microbatch in range(microbatches):
             wrong += _wrong(stage, microbatch, found)
     if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise ValueError(
             "each microbatch passes each stage once: forward, and backward or both input_gradient"
-            f" and weights; but {_few(wrong)}"
+            f" and weights; but {'; '.join(wrong[:4])}{more}"
         )
 
 
-def _check_action(action: Action, rank: int, home: Sequence[int], microbatches: int) -> None:
-    if not 0 <= action.stage < len(home):
+def _check_place(action: Action, rank: int, home: Sequence[int], microbatches: int) -> None:
+    kind, stage, number = action
+    if not 0 <= stage < len(home):
+        raise ValueError(f"rank {rank}: got stage {stage}; expected 0 to {len(home) - 1}")
+    if home[stage] != rank:
         raise ValueError(
-            f"rank {rank}: {action.words}, but the stages are 0 to {len(home) - 1}: give home a"
-            " rank for each stage"
+            f"rank {rank}: {action.words}, whose other actions are on rank {home[stage]}: all"
+            " actions of a stage are on one rank"
         )
-    if home[action.stage] != rank:
+    least, most = (-1, -1) if kind in WHOLE else (0, microbatches - 1)
+    if not least <= number <= most:
+        expected = f"{least} to {most}" if most > least else f"{least}"
         raise ValueError(
-            f"rank {rank}: {action.words}, which is on rank {home[action.stage]}: a stage has one"
-            " rank, which does all of its actions"
-        )
-    least, most = (-1, -1) if action.kind in WHOLE else (0, microbatches - 1)
-    if not least <= action.microbatch <= most:
-        raise ValueError(
-            f"rank {rank}: {action.kind} in stage {action.stage} has microbatch"
-            f" {action.microbatch}: expected {least if least == most else f'{least} to {most}'}"
+            f"rank {rank}: {kind} in stage {stage}: got microbatch {number}; expected {expected}"
         )
 
 
@@ -124,32 +137,31 @@ def _wrong(stage: int, microbatch: int, found: Mapping[Action, int]) -> Iterator
                 yield f"{half.words} is missing"
 
 
-def _few(texts: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
-
-
-def check_stage_wide(orders: Orders) -> None:
-    """Raise ValueError where a stage is used while its parameters are freed, or after "reduce"."""
+def check_whole_stages(orders: Orders) -> None:
+    """Raise ValueError where parameters are used that are freed, or gradients after "reduce"."""
     for rank, actions in enumerate(orders):
-        gathered: dict[int, bool] = {a.stage: False for a in actions if a.kind == "gather"}
+        gathered = {a.stage: False for a in actions if a.kind == "gather"}
         reduced: set[int] = set()
         for position, action in enumerate(actions):
-            held = gathered.get(action.stage)
-            wrong = ""
-            if action.kind == "gather":
-                wrong = "the parameters are gathered already" if held else ""
-                gathered[action.stage] = True
-            elif action.kind == "reduce":
-                wrong = "the gradients are reduced already" if action.stage in reduced else ""
-                reduced.add(action.stage)
-            elif action.kind == "free" or held is not None:
-                wrong = "" if held else "no gather comes before"
-                gathered[action.stage] = action.kind != "free"
-            if action.stage in reduced and action.kind in ("backward", "weights"):
-                wrong = "a reduce comes before, which would lack this gradient"
+            wrong = _wrong_use(action, gathered.get(action.stage), action.stage in reduced)
             if wrong:
                 raise ValueError(f"rank {rank}, action {position}: {action.words}: {wrong}")
+            if action.kind in ("gather", "free"):
+                gathered[action.stage] = action.kind == "gather"
+            elif action.kind == "reduce":
+                reduced.add(action.stage)
+
+
+def _wrong_use(action: Action, gathered: bool | None, reduced: bool) -> str:
+    """What is wrong; ``gathered`` is None if the stage is never gathered."""
+    kind = action.kind
+    if kind == "gather":
+        return "the parameters are gathered already" if gathered else ""
+    if reduced and kind in ("reduce", "backward", "weights"):
+        return "the gradients are reduced already"
+    if not gathered and (kind == "free" or (gathered is False and kind != "reduce")):
+        return "the parameters are not gathered"
+    return ""
 
 
 def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> Timing:
@@ -252,3 +264,34 @@ def steps_of(rank: int, actions: Sequence[Action], all_messages: Iterable[Messag
         posted = tuple(unposted[first:at])
         steps.append(Step(posted, takes.get(action), action, sends.get(action)))
     return steps
+
+
+def sharded(actions: Sequence[Action], held: int) -> list[Action]:
+    """A rank's actions, with gathers before uses, frees where room is needed, and reductions.
+
+    A stage is gathered before the action before the first that needs it, if there is room.
+    """
+    last = {a.stage: at for at, a in enumerate(actions) if a.kind in ("backward", "weights")}
+    after = dict.fromkeys(last, len(actions))
+    following = []
+    for at in range(len(actions) - 1, -1, -1):
+        after = {**after, actions[at].stage: at}
+        following.append(after)
+    done: list[Action] = []
+    held_now: list[int] = []
+    for at, uses in enumerate(reversed(following)):
+        soon = [actions[at].stage, *([actions[at + 1].stage] if at + 1 < len(actions) else [])]
+        for stage in dict.fromkeys(soon[:held]):
+            if stage not in held_now:
+                if len(held_now) == held:
+                    free = max(set(held_now) - set(soon[:held]), key=lambda each: uses[each])
+                    held_now.remove(free)
+                    done.append(Action("free", free))
+                held_now.append(stage)
+                done.append(Action("gather", stage))
+        done.append(actions[at])
+        stage = actions[at].stage
+        if last[stage] == at:
+            held_now.remove(stage)
+            done += [Action("free", stage), Action("reduce", stage)]
+    return done

@@ -2,78 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
-from tilework.parallel.pipeline import proof
-from tilework.parallel.pipeline.actions import Action, Message, StageCost, Step
-from tilework.parallel.pipeline.listing import Rules, list_actions
+from tilework.parallel.pipeline import notation, proof
+from tilework.parallel.pipeline.actions import WHOLE, Action, Kind, Message, StageCost, Step
+from tilework.parallel.pipeline.listing import ListScheduler, Rules
 
-__all__ = ["Action", "Message", "Schedule", "StageCost", "Step"]
+__all__ = ["Action", "Kind", "Message", "Schedule", "StageCost", "Step"]
+
+#: Times of stages: forward, input gradient, weights.
+Costs = Sequence[StageCost | tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What each rank of a pipeline does, in which order.
 
-    Equal by content, hashable, printed as ranks x time. Making one proves that the order is
-    complete and that no engine can hang in it.
+    A value: equal by content, hashable, printed as a table of ranks x time. Construction proves
+    that each microbatch passes each stage once, and that no engine can hang: neither engines that
+    take messages early (threads, shm, Gloo, MPI) nor those whose sends wait for their receives
+    (NCCL), if ranks post receives as :meth:`steps` says.
 
     Attributes:
         home: The rank of each stage.
         microbatches: The number of microbatches.
         actions: The actions of each rank, in order.
-        costs: What each stage costs, which times and bubble are computed from.
+        costs: The times that the actions of each stage take; 1 for each by default.
 
     Raises:
-        ValueError: An action is missing, is there twice or on the wrong rank, or ranks would wait
+        ValueError: An action is missing, is there twice or is on a wrong rank; or ranks would wait
             for each other in a circle, which the error names.
+
+    Example:
+        >>> plan = Schedule.one_forward_one_backward(ranks=2, microbatches=3)
+        >>> print(plan)
+        2 ranks, 2 stages, 3 microbatches: bubble 0.25, live activations 2 1, 6 messages
+        time    0   1   2   4   5   6   7   8   10
+        rank 0  F0  F1  .   B0  -   F2  B1  -   B2
+        rank 1  .   F0  B0  F1  B1  -   F2  B2  .
+        >>> plan == Schedule.parse(str(plan))
+        True
     """
 
     home: tuple[int, ...]
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
-    costs: tuple[StageCost, ...]
+    costs: tuple[StageCost, ...] = ()
 
     def __post_init__(self) -> None:
+        costs = _checked_costs(self.costs, len(self.home))
+        object.__setattr__(self, "costs", costs)
         proof.check_complete(self.actions, self.home, self.microbatches)
-        proof.check_stage_wide(self.actions)
-        self._timing  # noqa: B018  # raises where ranks wait in a circle
+        proof.check_whole_stages(self.actions)
+        _ = self.timing  # which raises where ranks wait in a circle
 
     # -- makers --------------------------------------------------------------------------
 
     @classmethod
-    def gpipe(cls, ranks: int, microbatches: int, *, costs: Sequence[StageCost] = ()) -> Schedule:
-        """All forwards of a rank before all backwards."""
-        return cls._listed(
-            range(ranks), microbatches, Rules([microbatches] * ranks, phased=True), costs
-        )
+    def gpipe(
+        cls, ranks: int, microbatches: int, *, stages_per_rank: int = 1, costs: Costs = ()
+    ) -> Schedule:
+        """All forwards of a rank come before all backwards. Stage s is on rank ``s % ranks``.
+
+        Args:
+            ranks: The number of ranks.
+            microbatches: The number of microbatches.
+            stages_per_rank: The number of stages of each rank.
+            costs: The times that the actions of each stage take, in any unit.
+        """
+        home = _loop(ranks, stages_per_rank)
+        _check_count(microbatches=microbatches)
+        everything = [microbatches * stages_per_rank] * len(home)
+        return cls._listed(home, microbatches, Rules(everything, everything, phased=True), costs)
 
     @classmethod
     def one_forward_one_backward(
-        cls, ranks: int, microbatches: int, *, costs: Sequence[StageCost] = ()
+        cls, ranks: int, microbatches: int, *, costs: Costs = ()
     ) -> Schedule:
-        """Backwards as early as possible: rank r has at most ``ranks - r`` live activations."""
-        return cls._listed(range(ranks), microbatches, Rules(range(ranks, 0, -1)), costs)
+        """Backwards come early, so that rank r has at most ``ranks - r`` live activations (1F1B).
+
+        Args:
+            ranks: The number of ranks, each of which has one stage.
+            microbatches: The number of microbatches.
+            costs: As for :meth:`gpipe`.
+        """
+        home = _loop(ranks, 1)
+        limits = range(ranks, 0, -1)
+        return cls._listed(home, microbatches, Rules(limits, limits), costs)
 
     @classmethod
     def interleaved(
-        cls,
-        ranks: int,
-        microbatches: int,
-        stages_per_rank: int = 2,
-        *,
-        costs: Sequence[StageCost] = (),
+        cls, ranks: int, microbatches: int, stages_per_rank: int = 2, *, costs: Costs = ()
     ) -> Schedule:
-        """Several stages on each rank, in turns: stage s is on rank ``s % ranks``."""
-        home = list(range(ranks)) * stages_per_rank
-        limits = [(ranks - r - 1) * 2 + (stages_per_rank - 1) * ranks + 1 for r in home]
+        """1F1B with several stages on each rank, in turns: stage s is on rank ``s % ranks``.
+
+        The bubble is the smaller, the more stages there are; with microbatches that are a multiple
+        of the ranks it is the smallest.
+
+        Args:
+            ranks: The number of ranks.
+            microbatches: The number of microbatches.
+            stages_per_rank: The number of stages of each rank.
+            costs: As for :meth:`gpipe`.
+        """
+        home = _loop(ranks, stages_per_rank)
+        limits = [2 * (ranks - r - 1) + (stages_per_rank - 1) * ranks + 1 for r in home]
         rules = Rules(
             limits,
-            forward_key=lambda m, place: (m // ranks, place, m),
-            backward_key=lambda m, place: (m // ranks, -place, m),
+            limits,
+            forward_key=lambda number, place: (number // ranks, place, number),
+            backward_key=lambda number, place: (number // ranks, -place, number),
         )
         return cls._listed(home, microbatches, rules, costs)
 
@@ -84,41 +127,165 @@ class Schedule:
         microbatches: int,
         variant: Literal["H1", "H2"] = "H1",
         *,
-        costs: Sequence[StageCost] = (),
+        costs: Costs = (),
     ) -> Schedule:
-        """Backward in two halves, of which the second fills the gaps."""
-        limit = ranks if variant == "H1" else 2 * ranks - 1
-        return cls._listed(range(ranks), microbatches, Rules([limit] * ranks, split=True), costs)
+        """1F1B whose backward is cut in two: gradients of weights fill the gaps.
+
+        Args:
+            ranks: The number of ranks, each of which has one stage.
+            microbatches: The number of microbatches.
+            variant: "H1" has at most ``ranks`` live activations on a rank; "H2" has at most
+                ``2 * ranks - 1``, and no bubble if there are as many microbatches.
+            costs: As for :meth:`gpipe`.
+        """
+        if variant not in ("H1", "H2"):
+            raise ValueError(f'variant: got {variant!r}; expected "H1" or "H2"')
+        home = _loop(ranks, 1)
+        live = ranks if variant == "H1" else 2 * ranks - 1
+        flight = [rest if variant == "H1" else 2 * rest - 1 for rest in range(ranks, 0, -1)]
+        return cls._listed(home, microbatches, Rules([live] * ranks, flight, split=True), costs)
 
     @classmethod
-    def v(cls, ranks: int, microbatches: int, *, costs: Sequence[StageCost] = ()) -> Schedule:
-        """Two stages on each rank, forth and back, with backward in two halves (ZB-V)."""
-        home = [*range(ranks), *reversed(range(ranks))]
-        limits = [2 * ranks - 1] * ranks + [2 * ranks] * ranks
-        return cls._listed(home, microbatches, Rules(limits, split=True), costs)
+    def v(cls, ranks: int, microbatches: int, *, costs: Costs = ()) -> Schedule:
+        """Two stages on each rank, forth and back, and backward cut in two (ZB-V).
+
+        Rank r has stages r and ``2 * ranks - 1 - r``: the loss is where the input is. A rank has
+        at most ``2 * ranks`` live activations, and there is no bubble if there are as many
+        microbatches.
+
+        Args:
+            ranks: The number of ranks.
+            microbatches: The number of microbatches.
+            costs: As for :meth:`gpipe`.
+        """
+        home = [*_loop(ranks, 1), *reversed(range(ranks))]
+        rules = Rules([2 * ranks] * len(home), range(len(home), 0, -1), split=True)
+        return cls._listed(home, microbatches, rules, costs)
+
+    @classmethod
+    def of_costs(
+        cls,
+        home: Sequence[int],
+        microbatches: int,
+        costs: Costs,
+        *,
+        live: int | Sequence[int] | None = None,
+        split: bool = False,
+    ) -> Schedule:
+        """The schedule that the list scheduler finds for stages that cost this much.
+
+        Args:
+            home: The rank of each stage: a loop, a V, or any other.
+            microbatches: The number of microbatches.
+            costs: The times of each stage: forward, gradient of the input, gradients of weights.
+            live: The most live activations of a rank, or of each rank. By default as many as 1F1B
+                would have.
+            split: True to cut backward in two.
+
+        Example:
+            >>> small_ends = [(1, 1, 1), (2, 2, 2), (1, 1, 1)]
+            >>> print(Schedule.of_costs([0, 1, 0], 6, small_ends, split=True).bubble)
+            0.0
+        """
+        home = _checked_home(home)
+        flight = range(len(home), 0, -1)
+        limits = [live] * (max(home) + 1) if isinstance(live, int) else live
+        if limits is not None and len(limits) != max(home) + 1:
+            raise ValueError(f"live: got {len(limits)} limits for {max(home) + 1} ranks")
+        most = [limits[rank] for rank in home] if limits else [sum(flight)] * len(home)
+        _check_count(live=min(most))
+        return cls._listed(home, microbatches, Rules(most, flight, split), costs)
 
     @classmethod
     def of_actions(
-        cls, actions: Sequence[Sequence[Action]], *, costs: Sequence[StageCost] = ()
+        cls, actions: Sequence[Iterable[Action | tuple[Kind, int, int]]], *, costs: Costs = ()
     ) -> Schedule:
-        """A schedule of any order: the actions of each rank."""
-        home = {a.stage: rank for rank, row in enumerate(actions) for a in row}
-        microbatches = 1 + max(a.microbatch for row in actions for a in row)
-        homes = tuple(home[stage] for stage in sorted(home))
-        return cls(
-            homes,
-            microbatches,
-            tuple(map(tuple, actions)),
-            tuple(costs or [StageCost()] * len(homes)),
-        )
+        """The schedule of an order from elsewhere, if the order is legal.
+
+        Args:
+            actions: For each rank the actions in order; they say which rank a stage is on.
+            costs: As for :meth:`gpipe`.
+        """
+        orders = tuple(tuple(proof.checked_action(each) for each in row) for row in actions)
+        everything = [action for row in orders for action in row]
+        if not everything:
+            raise ValueError("actions: got none; expected a sequence of actions for each rank")
+        by_stage = {action.stage: rank for rank, row in enumerate(orders) for action in row}
+        if sorted(by_stage) != list(range(len(by_stage))):
+            raise ValueError(
+                f"actions: got stages {', '.join(map(str, sorted(by_stage)))}; expected all numbers"
+                " from 0 on"
+            )
+        home = tuple(by_stage[stage] for stage in range(len(by_stage)))
+        microbatches = max(action.microbatch for action in everything) + 1
+        return cls(home, microbatches, orders, _costs(costs))
+
+    @classmethod
+    def from_torch(cls, order: object, *, costs: Costs = ()) -> Schedule:
+        """The schedule in a table of ``torch.distributed.pipelining``, if the order is legal.
+
+        Sends and receives in the table are left out: they follow from the order.
+
+        Args:
+            order: A schedule of torch (anything with a ``pipeline_order``); the mapping from rank
+                to actions in it; or a file of such actions as comma-separated values.
+            costs: As for :meth:`gpipe`.
+
+        Raises:
+            ValueError: The order is illegal. torch's own table of ``Schedule1F1B`` is, since torch
+                runs another one: make the schedule with :meth:`one_forward_one_backward`.
+
+        Example:
+            >>> table = {0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", "1B0", "1F1", "1B1"]}
+            >>> print(Schedule.from_torch(table).duration)
+            9.0
+        """
+        return cls.of_actions(notation.read_torch(order), costs=costs)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that ``str`` wrote, or that somebody wrote or edited in the same form.
+
+        Args:
+            text: Lines "rank N" with the rank's actions: "F0", or "2F0" with the stage where a rank
+                has several. Letters are F, B, I (gradient of the input), W (gradients of weights),
+                G (gather), X (free), R (reduce); "." and "-" are time that passes.
+        """
+        rows, costs = notation.read_text(text)
+        return cls.of_actions(rows, costs=costs)
 
     @classmethod
     def _listed(
-        cls, home: Sequence[int], microbatches: int, rules: Rules, costs: Sequence[StageCost]
+        cls, home: Sequence[int], microbatches: int, rules: Rules, costs: Costs
     ) -> Schedule:
-        all_costs = tuple(costs) or (StageCost(),) * len(home)
-        orders = list_actions(home, microbatches, rules, all_costs)
-        return cls(tuple(home), microbatches, tuple(map(tuple, orders)), all_costs)
+        """The best of the orders that the rules allow."""
+        _check_count(microbatches=microbatches)
+        known = _checked_costs(_costs(costs), len(home))
+        found = []
+        for urgency in rules.urgencies:
+            scheduler = ListScheduler(home, microbatches, rules, urgency, known)
+            if scheduler.run():
+                orders = tuple(map(tuple, scheduler.orders))
+                found.append(cls(tuple(home), microbatches, orders, known))
+        if not found:
+            raise ValueError(
+                f"no order of {microbatches} microbatches in {len(home)} stages keeps to at most"
+                f" {min(rules.live)} live activations on a rank: allow more"
+            )
+        return min(found, key=lambda each: (each.bubble, each.duration, each.peak_activations))
+
+    def with_sharding(self, held: int = 2) -> Schedule:
+        """The schedule with gathers, frees and reductions of stages whose parameters are sharded.
+
+        A stage is gathered one action before it is needed, and freed when ``held`` others are
+        needed sooner. Gradients are reduced once, after a stage's last backward.
+
+        Args:
+            held: The most stages of a rank that are gathered at once.
+        """
+        _check_count(held=held)
+        plain = [[a for a in row if a.kind not in WHOLE] for row in self.actions]
+        return replace(self, actions=tuple(tuple(proof.sharded(row, held)) for row in plain))
 
     # -- what a schedule costs -----------------------------------------------------------
 
@@ -132,60 +299,132 @@ class Schedule:
         """The number of stages."""
         return len(self.home)
 
-    @cached_property
-    def _timing(self) -> proof.Timing:
-        return proof.timing(self.actions, self.home, self.costs)
-
     @property
     def duration(self) -> float:
-        """The time of one step, from the first action to the last, in the unit of the costs."""
-        return max(self._timing.ends.values())
+        """The time of one step from the first action to the last, in the unit of the costs."""
+        return max(self.timing.ends.values())
 
     @property
     def bubble(self) -> float:
-        """The share of time that ranks idle, from 0 to 1, in steps that follow each other."""
-        spans = [
-            starts[-1] + self._cost(actions[-1]) - starts[0]
-            for starts, actions in zip(self._timing.starts, self.actions, strict=True)
-            if actions
-        ]
-        work = sum(self._cost(action) for actions in self.actions for action in actions)
-        return 1 - work / (max(spans) * self.ranks)
+        """The share of time in which ranks idle, from 0 to 1.
 
-    def _cost(self, action: Action) -> float:
-        return self.costs[action.stage].of(action.kind)
+        Of steps that follow each other: a rank that ends early starts the next step early. For one
+        step alone, compare the work with :attr:`duration`.
+        """
+        spans = []
+        for starts, row in zip(self.timing.starts, self.actions, strict=True):
+            spans.append(starts[-1] + self.costs[row[-1].stage].of(row[-1].kind) - starts[0])
+        work = sum(self.costs[a.stage].of(a.kind) for row in self.actions for a in row)
+        whole = max(spans) * self.ranks
+        return (whole - work) / whole
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank the largest number of activations that live at once.
+        """For each rank the most activations that live at once, each of one stage and microbatch.
 
-        An activation is of one stage and microbatch; it lives from "forward" to the end of
-        "backward", or of "weights".
+        One lives from "forward" to the end of "backward", or of "weights".
         """
         return tuple(map(_peak, self.actions))
 
     @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """All messages between ranks; a message's number is the place here."""
-        return proof.messages(self.actions, self.home, self._timing.ends)
+    def timing(self) -> proof.Timing:
+        """When actions start and end if messages take no time, in the unit of the costs."""
+        return proof.timing(self.actions, self.home, self.costs)
+
+    # -- messages ------------------------------------------------------------------------
 
     @cached_property
-    def lookahead(self) -> tuple[int, ...]:
-        """For each rank: how many actions at most a receive is posted ahead of the action that
-        needs the message, so that the rank cannot hang where sends wait for their receives.
-        """
-        return tuple(map(_lookahead, self._steps))
+    def messages(self) -> tuple[Message, ...]:
+        """All messages between ranks; the place here is the message's number."""
+        return proof.messages(self.actions, self.home, self.timing.ends)
 
     @cached_property
     def _steps(self) -> tuple[tuple[Step, ...], ...]:
-        return tuple(
-            tuple(proof.steps_of(rank, actions, self.messages))
-            for rank, actions in enumerate(self.actions)
-        )
+        rows = enumerate(self.actions)
+        return tuple(tuple(proof.steps_of(rank, row, self.messages)) for rank, row in rows)
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """The actions of a rank, each with the receives to post before, and the send after."""
+        """The actions of a rank, each with the receives to post before it and the send after it.
+
+        A rank that starts sends and receives in this order, and waits for none but what a step
+        ``takes``, cannot hang on any engine.
+        """
         return self._steps[rank]
+
+    @cached_property
+    def lookahead(self) -> tuple[int, ...]:
+        """For each rank how many actions at most a receive is posted ahead of the step that takes
+        the message.
+        """
+        return tuple(map(_lookahead, self._steps))
+
+    # -- text and pictures ---------------------------------------------------------------
+
+    def __str__(self) -> str:
+        live = " ".join(map(str, self.peak_activations))
+        headline = (
+            f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches: bubble"
+            f" {self.bubble:.3g}, live activations {live}, {len(self.messages)} messages"
+        )
+        return notation.text(headline, self.actions, self.home, self.costs, self.timing)
+
+    def _repr_html_(self) -> str:
+        return self._svg(inherits=True)
+
+    def _repr_svg_(self) -> str:
+        return self._svg()
+
+    def timeline(self, path: str | Path) -> None:
+        """Write a picture of the schedule as SVG: ranks x time.
+
+        Args:
+            path: The file, which is overwritten.
+        """
+        Path(path).write_text(self._svg())
+
+    def _svg(self, inherits: bool = False) -> str:
+        live = max(self.peak_activations)
+        headline = f"bubble {self.bubble:.3g}, at most {live} live activations"
+        return notation.picture(headline, self.actions, self.costs, self.timing, inherits)
+
+
+def _loop(ranks: int, stages_per_rank: int) -> list[int]:
+    _check_count(ranks=ranks, stages_per_rank=stages_per_rank)
+    return list(range(ranks)) * stages_per_rank
+
+
+def _check_count(**counts: int) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: got {value!r}; expected a whole number from 1 on")
+
+
+def _costs(costs: Costs) -> tuple[StageCost, ...]:
+    try:
+        return tuple(StageCost(*map(float, each)) for each in costs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"costs: got {costs!r}; expected for each stage the times of forward, input gradient"
+            " and weights"
+        ) from error
+
+
+def _checked_costs(costs: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
+    if costs and len(costs) != stages:
+        raise ValueError(f"costs: got those of {len(costs)} stages; expected {stages}")
+    times = [time for cost in costs for time in cost]
+    if times and not (all(0 <= time < math.inf for time in times) and sum(times) > 0):
+        raise ValueError(f"costs: got {times}; expected finite times, none below 0, some above")
+    return tuple(costs) or (StageCost(),) * stages
+
+
+def _checked_home(home: Sequence[int]) -> list[int]:
+    ranks = sorted(set(home))
+    if not ranks or ranks != list(range(len(ranks))):
+        raise ValueError(
+            f"home: got {list(home)}; expected the rank of each stage, and a stage for each rank"
+        )
+    return list(home)
 
 
 def _peak(actions: Sequence[Action]) -> int:

@@ -1,0 +1,170 @@
+"""Schedules as text, as pictures, and from torch's tables."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tilework.parallel.pipeline.actions import KINDS, Action, Kind, StageCost
+from tilework.parallel.pipeline.proof import Orders, Timing
+from tilework.show import Page, Span, TextTable, timeline
+
+#: The kinds in torch's tables. Sends and receives, which follow from the order, are None.
+_TORCH: dict[str, Kind | None] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input_gradient",
+    "W": "weights",
+    "UNSHARD": "gather",
+    "RESHARD": "free",
+    "REDUCE_GRAD": "reduce",
+    "SEND_F": None,
+    "RECV_F": None,
+    "SEND_B": None,
+    "RECV_B": None,
+}
+_COLOURS: dict[str, tuple[str, str]] = {
+    "forward": ("#60a5fa", "forward"),
+    "backward": ("#34d399", "backward"),
+    "input_gradient": ("#34d399", "input gradient"),
+    "weights": ("#fbbf24", "weights"),
+}
+_COSTS = "costs "
+
+
+def text(
+    headline: str,
+    orders: Orders,
+    home: Sequence[int],
+    costs: Sequence[StageCost],
+    timing: Timing,
+) -> str:
+    """A table of ranks x time, below a headline; a column for each time at which an action starts.
+
+    Stages are named unless rank r has stage r alone.
+    """
+    times = sorted({start for starts in timing.starts for start in starts})
+    named = list(home) != list(range(len(orders)))
+    rows = [
+        [f"rank {rank}", *_cells(times, row, starts, costs, named)]
+        for rank, (row, starts) in enumerate(zip(orders, timing.starts, strict=True))
+    ]
+    table = TextTable(["time", *(f"{time:g}" for time in times)], rows)
+    spent = "; ".join(" ".join(f"{time!r}" for time in cost) for cost in costs)
+    plain = all(cost == StageCost() for cost in costs)
+    return str(Page(headline, *([] if plain else [f"{_COSTS}{spent}"]), table))
+
+
+def _cells(
+    times: Sequence[float],
+    row: Sequence[Action],
+    starts: Sequence[float],
+    costs: Sequence[StageCost],
+    named: bool,
+) -> Iterator[str]:
+    """What a rank does at each time: actions that start; "-" while the last goes on, else "."."""
+    at, end = 0, 0.0
+    for time in times:
+        here = []
+        while at < len(row) and starts[at] == time:
+            end = time + costs[row[at].stage].of(row[at].kind)
+            here.append(str(row[at]) if named else str(row[at])[len(str(row[at].stage)) :])
+            at += 1
+        yield "+".join(here) or ("-" if time < end else ".")
+
+
+def read_text(written: str) -> tuple[list[list[Action]], list[StageCost]]:
+    """The actions of each rank, and the costs if there are any, from what :func:`text` wrote."""
+    rows: dict[int, list[Action]] = {}
+    costs: list[StageCost] = []
+    for line in written.splitlines():
+        words = line.split()
+        if line.startswith(_COSTS):
+            stages = line.removeprefix(_COSTS).split(";")
+            costs = [_cost(each) for each in stages]
+        elif words[:1] == ["rank"] and words[1:2] and words[1].rstrip(":").isdecimal():
+            rank = int(words[1].rstrip(":"))
+            tokens = (token for word in words[2:] for token in word.split("+"))
+            rows[rank] = [_action(token, rank) for token in tokens if token.strip(".-")]
+    return _by_rank(rows), costs
+
+
+def _cost(told: str) -> StageCost:
+    try:
+        return StageCost(*map(float, told.split()))
+    except (TypeError, ValueError):
+        raise ValueError(f"costs: got {told.strip()!r}; expected up to three numbers") from None
+
+
+def _action(token: str, rank: int) -> Action:
+    match = re.fullmatch(r"(\d*)([A-Z])(\d*)", token)
+    if match is None or match[2] not in KINDS:
+        raise ValueError(
+            f"rank {rank}: got {token!r}; expected a letter of {' '.join(KINDS)} between"
+            ' the numbers of stage and microbatch, such as "2F0" or "F0"'
+        )
+    return Action(KINDS[match[2]], int(match[1] or rank), int(match[3] or -1))
+
+
+def _by_rank(rows: Mapping[int, list[Action]]) -> list[list[Action]]:
+    if not rows or sorted(rows) != list(range(len(rows))):
+        raise ValueError(
+            f"got actions of ranks {sorted(rows)}; expected a line for each rank from 0 on"
+        )
+    return [rows[rank] for rank in range(len(rows))]
+
+
+def read_torch(order: object) -> list[list[Action]]:
+    """The actions of each rank in a schedule of torch, a mapping by rank, or a file of them."""
+    order = getattr(order, "pipeline_order", order)
+    if isinstance(order, Path):
+        with order.open(newline="") as file:
+            order = dict(enumerate(csv.reader(file)))
+    if not isinstance(order, Mapping):
+        raise ValueError(
+            f"order: got {type(order).__name__}; expected a schedule with a pipeline_order, a"
+            " mapping from rank to actions, or the Path of a file of comma-separated values"
+        )
+    return _by_rank({int(rank): list(_torch_row(row)) for rank, row in order.items()})
+
+
+def _torch_row(row: Iterable[object]) -> Iterator[Action]:
+    for cell in row:
+        told = "" if cell is None else str(cell).strip()
+        # Actions that torch overlaps are in parentheses; here they follow each other.
+        overlap = re.fullmatch(r"\((.*)\)OVERLAP_F_B", told)
+        for each in filter(None, (overlap[1] if overlap else told).split(";")):
+            match = re.fullmatch(r"\s*(\d+)([A-Z_]+)(\d*)\s*", each)
+            if match is None or match[2] not in _TORCH:
+                raise ValueError(
+                    f"got the action {each!r}; expected torch's form, such as 2F0 for the forward"
+                    " of microbatch 0 in stage 2"
+                )
+            kind = _TORCH[match[2]]
+            if kind is not None:
+                yield Action(kind, int(match[1]), int(match[3] or -1))
+
+
+def picture(
+    headline: str,
+    orders: Orders,
+    costs: Sequence[StageCost],
+    timing: Timing,
+    inherits: bool,
+) -> str:
+    """An SVG document of ranks x time."""
+    rows = []
+    for rank, (row, starts) in enumerate(zip(orders, timing.starts, strict=True)):
+        spans = [
+            Span(start, start + time, a.kind, a.words, str(a.microbatch))
+            for a, start in zip(row, starts, strict=True)
+            if (time := costs[a.stage].of(a.kind))
+        ]
+        rows.append((f"rank {rank}", spans))
+    used = {a.kind for row in orders for a in row}
+    kinds: dict[str, tuple[str, str]] = {
+        kind: look for kind, look in _COLOURS.items() if kind in used
+    }
+    return timeline(headline, rows, kinds, inherits, unit="")
