@@ -1,4 +1,4 @@
-"""What ranks of a pipeline do: actions, the messages between them, what each stage costs."""
+"""Actions of a pipeline's ranks, the messages between them, and the costs of stages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What an action sends to the rank that needs the result.
+    """The values that an action sends to the rank that needs them.
 
     Attributes:
         number: The place in the order of all messages of a schedule. Both ranks count the same, so
@@ -68,7 +68,7 @@ class Message(NamedTuple):
     target: int
 
 
-class Step(NamedTuple):
+class ActionStep(NamedTuple):
     """An action of a rank, and the messages around it, in this order.
 
     Attributes:

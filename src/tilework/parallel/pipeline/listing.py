@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from tilework.parallel.pipeline.actions import Action, Kind, StageCost
 
+Orders = tuple[tuple[Action, ...], ...]
 #: From a microbatch, and the place of a stage among the rank's stages: the less, the more urgent.
 Key = Callable[[int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What ranks keep to, and how they choose among actions that are ready.
+    """Limits that ranks keep to, and the order among actions that are ready.
 
     Attributes:
         live: For each stage: the most live activations of the rank after a forward of the stage.
@@ -43,8 +45,35 @@ class Rules:
         )  # fmt: skip
 
 
-class ListScheduler:
-    """Makes an order of actions, in simulated time.
+def list_orders(
+    home: Sequence[int], microbatches: int, rules: Rules, costs: Sequence[StageCost]
+) -> list[Orders]:
+    """Orders of actions that are worth comparing: one at least, if a microbatch fits the limits.
+
+    Orders for equal costs are among them: where costs differ, these may be better.
+
+    Args:
+        home: The rank of each stage.
+        microbatches: The number of microbatches.
+        rules: What ranks keep to.
+        costs: What each stage costs.
+    """
+    equal = (StageCost(),) * len(home)
+    runs = product(rules.urgencies, dict.fromkeys((tuple(costs), equal)))
+    tried = [_Scheduler(home, microbatches, rules, kinds, planned) for kinds, planned in runs]
+    found = [each.orders() for each in tried if each.run()]
+    if not found:
+        # Limits may stop all ranks, but not if every microbatch that has begun has room to end.
+        few = min(most // home.count(rank) for rank, most in zip(home, rules.live, strict=True))
+        rules = replace(rules, flight=[few] * len(home))
+        careful = _Scheduler(home, microbatches, rules, rules.urgencies[0], costs)
+        careful.run()
+        found = [careful.orders()]
+    return found
+
+
+class _Scheduler:
+    """Makes an order of actions in simulated time.
 
     Args:
         home: The rank of each stage.
@@ -64,7 +93,7 @@ class ListScheduler:
     ) -> None:
         self.home, self.microbatches, self.rules, self.costs = home, microbatches, rules, costs
         ranks = max(home) + 1
-        self.orders: list[list[Action]] = [[] for _ in range(ranks)]
+        self._rows: list[list[Action]] = [[] for _ in range(ranks)]
         self._own = [[s for s, rank in enumerate(home) if rank == r] for r in range(ranks)]
         self._place = {s: n for own in self._own for n, s in enumerate(own)}
         self._live = [0] * ranks
@@ -76,8 +105,8 @@ class ListScheduler:
         self._left = [microbatches * len(own) for own in self._own]
 
     def run(self) -> bool:
-        """Make ``orders``; False if the limits are too small to end."""
-        events = [(0.0, rank) for rank in range(len(self.orders))]
+        """Do all actions; False if limits stopped all ranks."""
+        events = [(0.0, rank) for rank in range(len(self._rows))]
         while events:
             now, rank = heapq.heappop(events)
             if now < self._free_at[rank]:
@@ -93,9 +122,13 @@ class ListScheduler:
                 heapq.heappush(events, (self._free_at[rank], other))
         return all(number == self.microbatches for number in self._next.values())
 
+    def orders(self) -> Orders:
+        """The actions of each rank."""
+        return tuple(map(tuple, self._rows))
+
     def _do(self, rank: int, action: Action, now: float) -> None:
         kind, stage, _ = action
-        self.orders[rank].append(action)
+        self._rows[rank].append(action)
         self._next[kind, stage] += 1
         self._left[rank] -= kind == "forward"
         self._live[rank] += (kind == "forward") - (kind in ("backward", "weights"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 
 from tilework.parallel.pipeline.actions import KINDS, Action, Kind, StageCost
@@ -64,7 +65,7 @@ def _cells(
     costs: Sequence[StageCost],
     named: bool,
 ) -> Iterator[str]:
-    """What a rank does at each time: actions that start; "-" while the last goes on, else "."."""
+    """For each time the actions of a rank that start; "-" while the last goes on, else "."."""
     at, end = 0, 0.0
     for time in times:
         here = []
@@ -119,13 +120,13 @@ def _by_rank(rows: Mapping[int, list[Action]]) -> list[list[Action]]:
 def read_torch(order: object) -> list[list[Action]]:
     """The actions of each rank in a schedule of torch, a mapping by rank, or a file of them."""
     order = getattr(order, "pipeline_order", order)
-    if isinstance(order, Path):
-        with order.open(newline="") as file:
+    if isinstance(order, str | PathLike):
+        with Path(order).open(newline="") as file:
             order = dict(enumerate(csv.reader(file)))
     if not isinstance(order, Mapping):
         raise ValueError(
             f"order: got {type(order).__name__}; expected a schedule with a pipeline_order, a"
-            " mapping from rank to actions, or the Path of a file of comma-separated values"
+            " mapping from rank to actions, or the path of a file of comma-separated values"
         )
     return _by_rank({int(rank): list(_torch_row(row)) for rank, row in order.items()})
 

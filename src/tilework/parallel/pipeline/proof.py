@@ -1,36 +1,42 @@
 """The proof that ranks which act in given orders never hang, and the order of their messages.
 
 An order is *complete* if each microbatch passes each stage once, forward and backward. It has no
-circle if the ranks, each doing the first action whose needs are met, all come to their end; else
-some ranks wait for each other, and the error names them.
+circle if the ranks, each doing the next action as soon as the needs are met, all come to an end;
+else some ranks wait for each other, and the error names them.
 
-Messages are numbered in the order in which they are made, and each rank posts a receive before it
-sends a message with a higher number. By induction over the numbers, all messages then arrive on any
-engine: those that take messages early, those whose sends wait for the receive, and those that do
-the sends and receives of a rank one after the other (NCCL). For when message *n* is the first that
-does not arrive, its sender waits for nothing: what it sent and received before has arrived. And the
-receiver posts the receive before it needs any message after *n*.
+Messages are numbered in the order in which they are made, and each rank posts a receive before the
+rank sends a message with a higher number. Then no engine can hang: neither those that take messages
+early, nor those whose sends wait for the receive, nor those that do all sends and receives of a
+rank one after the other (NCCL). For let *n* be the first message that does not arrive. The sender
+does not wait: all that it sends and receives before has arrived. Nor does the receiver, who posts
+the receive before needing any message after *n*.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tilework.parallel.pipeline.actions import LETTERS, WHOLE, Action, Message, StageCost, Step
+from tilework.parallel.pipeline.actions import (
+    LETTERS,
+    WHOLE,
+    Action,
+    ActionStep,
+    Message,
+    StageCost,
+)
 from tilework.wait_graph import IN_A_CIRCLE, cycle_through
 
 Orders = Sequence[Sequence[Action]]
 
 
 class Timing(NamedTuple):
-    """When actions start and end if messages take no time.
+    """The times of actions if messages take no time.
 
     Attributes:
         starts: For each rank, when each of the rank's actions starts.
-        ends: When each action of a microbatch ends; in an order that fits all needs.
+        ends: When each action ends; actions are in an order that fits all needs.
     """
 
     starts: tuple[tuple[float, ...], ...]
@@ -38,7 +44,7 @@ class Timing(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A rank that cannot do an action before another rank (or the same) has done another."""
+    """A rank that cannot do an action before a rank has done another action."""
 
     rank: int
     awaited: tuple[int]
@@ -48,10 +54,10 @@ class _Wait(NamedTuple):
 
 
 def needs(action: Action, orders_have: Mapping[Action, int], stages: int) -> Iterator[Action]:
-    """The actions that must be done before ``action``, but for those by position on the rank.
+    """The actions whose values ``action`` needs.
 
     Args:
-        action: An action of a microbatch.
+        action: Any action.
         orders_have: The actions of the schedule, which say whether a backward is cut in two.
         stages: The number of stages.
     """
@@ -118,7 +124,7 @@ def _check_place(action: Action, rank: int, home: Sequence[int], microbatches: i
 
 
 def _wrong(stage: int, microbatch: int, found: Mapping[Action, int]) -> Iterator[str]:
-    """What lacks of a microbatch in a stage, or is there in two ways."""
+    """The actions of a microbatch in a stage that are missing, or there in two ways, in words."""
     forward, backward, first, second = (
         Action(kind, stage, microbatch)
         for kind in ("forward", "backward", "input_gradient", "weights")
@@ -153,7 +159,7 @@ def check_whole_stages(orders: Orders) -> None:
 
 
 def _wrong_use(action: Action, gathered: bool | None, reduced: bool) -> str:
-    """What is wrong; ``gathered`` is None if the stage is never gathered."""
+    """The fault, in words, if any; ``gathered`` is None if the stage is never gathered."""
     kind = action.kind
     if kind == "gather":
         return "the parameters are gathered already" if gathered else ""
@@ -165,7 +171,7 @@ def _wrong_use(action: Action, gathered: bool | None, reduced: bool) -> str:
 
 
 def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> Timing:
-    """When each action of complete orders starts and ends; the order of the result fits all needs.
+    """When each action of complete orders starts and ends.
 
     Raises:
         ValueError: Ranks wait for each other in a circle, which the error names.
@@ -174,48 +180,45 @@ def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> T
     starts: list[list[float]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
     clock = [0.0] * len(orders)
+    #: By action: the ranks that wait for it.
     waiting: dict[Action, list[int]] = {}
-    ready = [(0.0, rank) for rank in range(len(orders))]
+    ready = list(range(len(orders)))
     while ready:
-        _, rank = heapq.heappop(ready)
+        rank = ready.pop()
         for action in orders[rank][len(starts[rank]) :]:
-            needed = [] if action.kind in WHOLE else list(needs(action, have, len(home)))
+            needed = list(needs(action, have, len(home)))
             missing = next((need for need in needed if need not in ends), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            start = max([clock[rank], *(ends[need] for need in needed)])
-            clock[rank] = start + costs[action.stage].of(action.kind)
-            starts[rank].append(start)
-            if needed or action.kind == "forward":
-                ends[action] = clock[rank]
-            for other in waiting.pop(action, ()):
-                heapq.heappush(ready, (clock[rank], other))
+            starts[rank].append(max([clock[rank], *(ends[need] for need in needed)]))
+            clock[rank] = starts[rank][-1] + costs[action.stage].of(action.kind)
+            ends[action] = clock[rank]
+            ready += waiting.pop(action, ())
     waits = [
         _Wait(rank, (have[need],), len(starts[rank]), orders[rank][len(starts[rank])], need)
         for need, ranks in waiting.items()
         for rank in ranks
     ]
     if waits:
-        raise ValueError(_told({wait.rank: wait for wait in waits}))
+        raise ValueError(_told(waits))
     return Timing(tuple(map(tuple, starts)), ends)
 
 
-def _told(waits: Mapping[int, _Wait]) -> str:
+def _told(waits: Sequence[_Wait]) -> str:
     """The shortest circle among the waits of all ranks that cannot continue, in words."""
-    circles = (cycle_through(rank, lambda r: [waits[r]] if r in waits else None) for rank in waits)
-    circle = min(filter(None, circles), key=len)
+    own = {wait.rank: [wait] for wait in waits}
+    circle = min(filter(None, (cycle_through(rank, own.get) for rank in sorted(own))), key=len)
     ranks = ", ".join(str(wait.rank) for wait in circle)
-    told = "\n".join(
-        f"  rank {wait.rank} waits in its action {wait.position}, {wait.action.words}, for rank"
-        f" {wait.awaited[0]}, which has not done {wait.need.words}"
+    who = f"ranks {ranks} {IN_A_CIRCLE}" if len(circle) > 1 else f"rank {ranks} waits for itself"
+    told = [
+        f"  rank {wait.rank} waits in action {wait.position}, {wait.action.words}, for rank"
+        f" {wait.awaited[0]}, which has not done {wait.need.words}\n"
         for wait in circle
-    )
-    if len(circle) == 1:
-        return f"rank {ranks} waits for itself:\n{told}\nMove that action before."
+    ]
     return (
-        f"ranks {ranks} {IN_A_CIRCLE}, and none can continue:\n{told}\nMove one of these actions"
-        " behind what it waits for, or let a maker such as Schedule.gpipe choose the order."
+        f"{who}, and none can continue:\n{''.join(told)}Move one of these actions behind what it"
+        " waits for, or let a maker such as Schedule.gpipe choose the order."
     )
 
 
@@ -245,7 +248,9 @@ def messages(
     )
 
 
-def steps_of(rank: int, actions: Sequence[Action], all_messages: Iterable[Message]) -> list[Step]:
+def steps_of(
+    rank: int, actions: Sequence[Action], all_messages: Iterable[Message]
+) -> list[ActionStep]:
     """The actions of a rank with the messages around them; receives are posted as late as allowed.
 
     A receive is posted before the action that needs it, and before the rank sends a message with a
@@ -253,7 +258,7 @@ def steps_of(rank: int, actions: Sequence[Action], all_messages: Iterable[Messag
     """
     sends = {each.made_by: each for each in all_messages if each.source == rank}
     takes = {each.used_by: each for each in all_messages if each.target == rank}
-    steps: list[Step] = []
+    steps: list[ActionStep] = []
     unposted = sorted(takes.values())
     at = 0
     for action in actions:
@@ -262,36 +267,29 @@ def steps_of(rank: int, actions: Sequence[Action], all_messages: Iterable[Messag
         while at < len(unposted) and unposted[at].number <= bound:
             at += 1
         posted = tuple(unposted[first:at])
-        steps.append(Step(posted, takes.get(action), action, sends.get(action)))
+        steps.append(ActionStep(posted, takes.get(action), action, sends.get(action)))
     return steps
 
 
 def sharded(actions: Sequence[Action], held: int) -> list[Action]:
     """A rank's actions, with gathers before uses, frees where room is needed, and reductions.
 
-    A stage is gathered before the action before the first that needs it, if there is room.
+    Where there is room, a stage is gathered before the action before the first that needs it.
     """
-    last = {a.stage: at for at, a in enumerate(actions) if a.kind in ("backward", "weights")}
-    after = dict.fromkeys(last, len(actions))
-    following = []
-    for at in range(len(actions) - 1, -1, -1):
-        after = {**after, actions[at].stage: at}
-        following.append(after)
     done: list[Action] = []
-    held_now: list[int] = []
-    for at, uses in enumerate(reversed(following)):
-        soon = [actions[at].stage, *([actions[at + 1].stage] if at + 1 < len(actions) else [])]
-        for stage in dict.fromkeys(soon[:held]):
-            if stage not in held_now:
-                if len(held_now) == held:
-                    free = max(set(held_now) - set(soon[:held]), key=lambda each: uses[each])
-                    held_now.remove(free)
-                    done.append(Action("free", free))
-                held_now.append(stage)
+    gathered: list[int] = []
+    for at, action in enumerate(actions):
+        uses = [each.stage for each in actions[at:]]
+        for stage in dict.fromkeys(uses[: min(held, 2)]):
+            if stage not in gathered:
+                if len(gathered) == held:
+                    last_used = max(gathered, key=uses.index)
+                    gathered.remove(last_used)
+                    done.append(Action("free", last_used))
+                gathered.append(stage)
                 done.append(Action("gather", stage))
-        done.append(actions[at])
-        stage = actions[at].stage
-        if last[stage] == at:
-            held_now.remove(stage)
-            done += [Action("free", stage), Action("reduce", stage)]
+        done.append(action)
+        if action.stage not in uses[1:]:
+            gathered.remove(action.stage)
+            done += [Action("free", action.stage), Action("reduce", action.stage)]
     return done

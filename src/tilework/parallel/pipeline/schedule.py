@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from tilework.parallel.pipeline import notation, proof
-from tilework.parallel.pipeline.actions import WHOLE, Action, Kind, Message, StageCost, Step
-from tilework.parallel.pipeline.listing import ListScheduler, Rules
+from tilework.parallel.pipeline.actions import WHOLE, Action, ActionStep, Kind, Message, StageCost
+from tilework.parallel.pipeline.listing import Rules, list_orders
+from tilework.show import count_text
 
-__all__ = ["Action", "Kind", "Message", "Schedule", "StageCost", "Step"]
+__all__ = ["Action", "ActionStep", "Kind", "Message", "Schedule", "StageCost"]
 
 #: Times of stages: forward, input gradient, weights.
 Costs = Sequence[StageCost | tuple[float, float, float]]
@@ -21,7 +22,7 @@ Costs = Sequence[StageCost | tuple[float, float, float]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of a pipeline does, in which order.
+    """The actions of each rank of a pipeline, in order.
 
     A value: equal by content, hashable, printed as a table of ranks x time. Construction proves
     that each microbatch passes each stage once, and that no engine can hang: neither engines that
@@ -55,8 +56,10 @@ class Schedule:
     costs: tuple[StageCost, ...] = ()
 
     def __post_init__(self) -> None:
-        costs = _checked_costs(self.costs, len(self.home))
-        object.__setattr__(self, "costs", costs)
+        orders = tuple(tuple(map(proof.checked_action, row)) for row in self.actions)
+        object.__setattr__(self, "actions", orders)
+        object.__setattr__(self, "home", tuple(self.home))
+        object.__setattr__(self, "costs", _all_costs(self.costs, len(self.home)))
         proof.check_complete(self.actions, self.home, self.microbatches)
         proof.check_whole_stages(self.actions)
         _ = self.timing  # which raises where ranks wait in a circle
@@ -192,8 +195,13 @@ class Schedule:
         limits = [live] * (max(home) + 1) if isinstance(live, int) else live
         if limits is not None and len(limits) != max(home) + 1:
             raise ValueError(f"live: got {len(limits)} limits for {max(home) + 1} ranks")
+        for rank, limit in enumerate(limits or ()):
+            if limit < home.count(rank):
+                raise ValueError(
+                    f"live: got {limit}; expected at least {home.count(rank)}, since a microbatch"
+                    f" lives in all {home.count(rank)} stages of rank {rank} at once"
+                )
         most = [limits[rank] for rank in home] if limits else [sum(flight)] * len(home)
-        _check_count(live=min(most))
         return cls._listed(home, microbatches, Rules(most, flight, split), costs)
 
     @classmethod
@@ -218,7 +226,7 @@ class Schedule:
             )
         home = tuple(by_stage[stage] for stage in range(len(by_stage)))
         microbatches = max(action.microbatch for action in everything) + 1
-        return cls(home, microbatches, orders, _costs(costs))
+        return cls(home, microbatches, orders, _all_costs(costs, len(home)))
 
     @classmethod
     def from_torch(cls, order: object, *, costs: Costs = ()) -> Schedule:
@@ -228,7 +236,7 @@ class Schedule:
 
         Args:
             order: A schedule of torch (anything with a ``pipeline_order``); the mapping from rank
-                to actions in it; or a file of such actions as comma-separated values.
+                to actions in it; or the path of a file of such actions as comma-separated values.
             costs: As for :meth:`gpipe`.
 
         Raises:
@@ -258,21 +266,12 @@ class Schedule:
     def _listed(
         cls, home: Sequence[int], microbatches: int, rules: Rules, costs: Costs
     ) -> Schedule:
-        """The best of the orders that the rules allow."""
+        """The best of the orders that the list scheduler makes."""
         _check_count(microbatches=microbatches)
-        known = _checked_costs(_costs(costs), len(home))
-        found = []
-        for urgency in rules.urgencies:
-            scheduler = ListScheduler(home, microbatches, rules, urgency, known)
-            if scheduler.run():
-                orders = tuple(map(tuple, scheduler.orders))
-                found.append(cls(tuple(home), microbatches, orders, known))
-        if not found:
-            raise ValueError(
-                f"no order of {microbatches} microbatches in {len(home)} stages keeps to at most"
-                f" {min(rules.live)} live activations on a rank: allow more"
-            )
-        return min(found, key=lambda each: (each.bubble, each.duration, each.peak_activations))
+        known = _all_costs(costs, len(home))
+        orders = list_orders(home, microbatches, rules, known)
+        found = (cls(tuple(home), microbatches, each, known) for each in orders)
+        return min(found, key=lambda each: (each.duration, each.bubble))
 
     def with_sharding(self, held: int = 2) -> Schedule:
         """The schedule with gathers, frees and reductions of stages whose parameters are sharded.
@@ -339,11 +338,11 @@ class Schedule:
         return proof.messages(self.actions, self.home, self.timing.ends)
 
     @cached_property
-    def _steps(self) -> tuple[tuple[Step, ...], ...]:
+    def _steps(self) -> tuple[tuple[ActionStep, ...], ...]:
         rows = enumerate(self.actions)
         return tuple(tuple(proof.steps_of(rank, row, self.messages)) for rank, row in rows)
 
-    def steps(self, rank: int) -> tuple[Step, ...]:
+    def steps(self, rank: int) -> tuple[ActionStep, ...]:
         """The actions of a rank, each with the receives to post before it and the send after it.
 
         A rank that starts sends and receives in this order, and waits for none but what a step
@@ -363,8 +362,10 @@ class Schedule:
     def __str__(self) -> str:
         live = " ".join(map(str, self.peak_activations))
         headline = (
-            f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches: bubble"
-            f" {self.bubble:.3g}, live activations {live}, {len(self.messages)} messages"
+            f"{count_text(self.ranks, 'rank')}, {count_text(self.stages, 'stage')},"
+            f" {self.microbatches:,} microbatch{'es' * (self.microbatches > 1)}:"
+            f" bubble {self.bubble:.3g}, live activations {live},"
+            f" {count_text(len(self.messages), 'message')}"
         )
         return notation.text(headline, self.actions, self.home, self.costs, self.timing)
 
@@ -399,23 +400,21 @@ def _check_count(**counts: int) -> None:
             raise ValueError(f"{name}: got {value!r}; expected a whole number from 1 on")
 
 
-def _costs(costs: Costs) -> tuple[StageCost, ...]:
+def _all_costs(costs: Costs, stages: int) -> tuple[StageCost, ...]:
+    """The costs of all stages, after checks; 1 for each action if there are none."""
     try:
-        return tuple(StageCost(*map(float, each)) for each in costs)
-    except (TypeError, ValueError) as error:
+        known = tuple(StageCost(*map(float, each)) for each in costs)
+    except (TypeError, ValueError):
+        known = ((StageCost(math.nan)),)
+    times = [time for cost in known for time in cost]
+    if times and not (all(0 <= time < math.inf for time in times) and sum(times) > 0):
         raise ValueError(
             f"costs: got {costs!r}; expected for each stage the times of forward, input gradient"
-            " and weights"
-        ) from error
-
-
-def _checked_costs(costs: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
-    if costs and len(costs) != stages:
-        raise ValueError(f"costs: got those of {len(costs)} stages; expected {stages}")
-    times = [time for cost in costs for time in cost]
-    if times and not (all(0 <= time < math.inf for time in times) and sum(times) > 0):
-        raise ValueError(f"costs: got {times}; expected finite times, none below 0, some above")
-    return tuple(costs) or (StageCost(),) * stages
+            " and weights: finite, none below 0, some above"
+        )
+    if known and len(known) != stages:
+        raise ValueError(f"costs: got those of {len(known)} stages; expected {stages}")
+    return known or (StageCost(),) * stages
 
 
 def _checked_home(home: Sequence[int]) -> list[int]:
@@ -435,6 +434,6 @@ def _peak(actions: Sequence[Action]) -> int:
     return most
 
 
-def _lookahead(steps: Sequence[Step]) -> int:
+def _lookahead(steps: Sequence[ActionStep]) -> int:
     posted = {message: at for at, step in enumerate(steps) for message in step.receives}
     return max((at - posted[s.takes] for at, s in enumerate(steps) if s.takes), default=0)
