@@ -135,6 +135,13 @@ API = {
             "Layers that ranks share, by plans that say how.",
         ),
         ApiPage(
+            "pipeline",
+            "Pipelines",
+            "tilework.parallel",
+            ("parallel.pipeline",),
+            "Models cut into stages, and schedules that are proven before they run.",
+        ),
+        ApiPage(
             "gradients",
             "Clipping and activation checkpoints",
             "tilework.parallel",

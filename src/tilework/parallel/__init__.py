@@ -37,6 +37,7 @@ from tilework.parallel.model_averaging import (
     average_parameters_or_parameter_groups,
     get_params_to_average,
 )
+from tilework.parallel.pipeline.schedule import Schedule
 from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.context_style import ContextParallel
@@ -90,6 +91,7 @@ __all__ = [
     "PrepareModuleOutput",
     "Resilient",
     "RowwiseParallel",
+    "Schedule",
     "SequenceParallel",
     "SyncBatchNorm",
     "UnshardHandle",

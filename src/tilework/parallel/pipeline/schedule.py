@@ -104,8 +104,8 @@ class Schedule:
     ) -> Schedule:
         """1F1B with several stages on each rank, in turns: stage s is on rank ``s % ranks``.
 
-        The bubble is the smaller, the more stages there are; with microbatches that are a multiple
-        of the ranks it is the smallest.
+        The more stages, the smaller the bubble. Microbatches pass the stages of a rank in rounds of
+        ``ranks``, or a few more so that rounds are equal.
 
         Args:
             ranks: The number of ranks.
@@ -114,12 +114,15 @@ class Schedule:
             costs: As for :meth:`gpipe`.
         """
         home = _loop(ranks, stages_per_rank)
-        limits = [2 * (ranks - r - 1) + (stages_per_rank - 1) * ranks + 1 for r in home]
+        _check_count(microbatches=microbatches)
+        rounds = max(1, microbatches // ranks)
+        most = -(-microbatches // rounds)
+        limits = [2 * (ranks - r - 1) + (stages_per_rank - 1) * most + 1 for r in home]
         rules = Rules(
             limits,
             limits,
-            forward_key=lambda number, place: (number // ranks, place, number),
-            backward_key=lambda number, place: (number // ranks, -place, number),
+            forward_key=lambda number, place: (number * rounds // microbatches, place, number),
+            backward_key=lambda number, place: (number * rounds // microbatches, -place, number),
         )
         return cls._listed(home, microbatches, rules, costs)
 
