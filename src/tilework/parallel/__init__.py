@@ -38,6 +38,7 @@ from tilework.parallel.model_averaging import (
     get_params_to_average,
 )
 from tilework.parallel.pipeline.schedule import Schedule
+from tilework.parallel.pipeline.stages import Stages, pipeline
 from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.context_style import ContextParallel
@@ -93,6 +94,7 @@ __all__ = [
     "RowwiseParallel",
     "Schedule",
     "SequenceParallel",
+    "Stages",
     "SyncBatchNorm",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
@@ -111,6 +113,7 @@ __all__ = [
     "loss_parallel",
     "parallelize",
     "parallelize_module",
+    "pipeline",
     "register_fsdp_forward_method",
 ]
 

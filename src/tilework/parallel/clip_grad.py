@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -18,6 +19,18 @@ from tilework.dtensor.internal import is_torch_dtensor
 from tilework.mesh import DeviceMesh
 
 
+class PartOfParameters(list[Tensor], ABC):
+    """Some of a model's parameters, while other ranks have others: the stages of a pipeline."""
+
+    @abstractmethod
+    def counted(self) -> list[Tensor]:
+        """The parameters that no other rank counts. Local."""
+
+    @abstractmethod
+    def norm_of_all(self, mine: Tensor, norm_type: float) -> Tensor:
+        """The norm over all parts, from the norm of those counted here. Collective; blocks."""
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -29,7 +42,9 @@ def clip_grad_norm_(
 
     torch's function of this name serves where all gradients are plain, or DTensors on one mesh.
     Here plain tensors, DTensors, and torch's DTensors may be mixed, also on meshes of different
-    ranks. Collective over the ranks of all meshes of DTensors, once for each mesh; blocks.
+    ranks; and ``parameters()`` of a pipeline's stages stand for the parameters of all stages.
+    Collective over the ranks of all meshes of DTensors, once for each mesh, and over the stages;
+    blocks.
 
     Args:
         parameters: The parameters; those without a gradient are left out. The same on all ranks.
@@ -57,18 +72,15 @@ def clip_grad_norm_(
         tensor([0.6000, 0.8000])
     """
     norm_type = float(norm_type)
-    by_mesh = _grads_by_mesh(parameters)
-    meshes = [mesh for mesh in by_mesh if mesh is not None]
-    ranks = sorted({rank for mesh in meshes for rank in _ranks_of(mesh)})
-    if any(getattr(mesh, "made_by_all", False) and mesh.size() < len(ranks) for mesh in meshes):
-        norms = _norms_of_ranks(by_mesh, ranks, norm_type)
-    else:
-        _check_here(by_mesh)
-        here = [mesh for mesh, grads in by_mesh.items() if grads and _is_here(mesh)]
-        norms = [_norms(by_mesh[mesh], norm_type) for mesh in here]
-    if not norms:
+    part = parameters if isinstance(parameters, PartOfParameters) else None
+    by_mesh = _grads_by_mesh(parameters if part is None else part.counted())
+    norms = _norms_here(by_mesh, norm_type)
+    if not norms and part is None:
         return torch.tensor(0.0)
-    total = cast(Tensor, torch.linalg.vector_norm(torch.cat(_of_one_dtype(norms)), norm_type))
+    every = torch.cat(_of_one_dtype(norms)) if norms else torch.zeros(1)
+    total = cast(Tensor, torch.linalg.vector_norm(every, norm_type))
+    if part is not None:
+        total, by_mesh = part.norm_of_all(total, norm_type), _grads_by_mesh(part)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so "
@@ -76,6 +88,17 @@ def clip_grad_norm_(
         )
     _scale(by_mesh, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
+
+
+def _norms_here(by_mesh: Mapping[Any, list[Tensor]], norm_type: float) -> list[Tensor]:
+    """The norms for each mesh of gradients, and for plain ones. Collective over the meshes."""
+    meshes = [mesh for mesh in by_mesh if mesh is not None]
+    ranks = sorted({rank for mesh in meshes for rank in _ranks_of(mesh)})
+    if any(getattr(mesh, "made_by_all", False) and mesh.size() < len(ranks) for mesh in meshes):
+        return _norms_of_ranks(by_mesh, ranks, norm_type)
+    _check_here(by_mesh)
+    here = [mesh for mesh, grads in by_mesh.items() if grads and _is_here(mesh)]
+    return [_norms(by_mesh[mesh], norm_type) for mesh in here]
 
 
 def _grads_by_mesh(parameters: Tensor | Iterable[Tensor]) -> dict[Any, list[Tensor]]:

@@ -380,6 +380,20 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     # -- settings ----------------------------------------------------------------------------
 
     @contextmanager
+    def buffers_sent(self) -> Iterator[None]:
+        """A context whose forward passes do not send buffers, as they were sent before the first.
+
+        For several forward passes before the first backward, as in a pipeline. Collective.
+        """
+        sends, self.broadcast_buffers = self.broadcast_buffers, False
+        try:
+            if sends and self._structure.has_buffers():
+                broadcast_tensors(self._buffers_to_send(), self.process_group)
+            yield
+        finally:
+            self.broadcast_buffers = sends
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which gradients accumulate on each rank and are not averaged.
 

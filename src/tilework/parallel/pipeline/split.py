@@ -1,0 +1,366 @@
+"""Splits: a model's modules dealt out to stages, and the modules of one stage.
+
+A split names the modules before which the model is cut. Their ancestors are *containers*, whose
+forward every stage runs. The other children of containers are *units*: each stage has some of them,
+and stand-ins for the rest. A unit without parameters is in every stage, where it computes whatever
+the stage can compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Names of modules, "even", "by time", or a plan as Hugging Face's ``base_model_pp_plan``.
+HowToSplit = Sequence[str] | str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model's units and the stages that have them.
+
+    Attributes:
+        stages: The number of stages.
+        containers: The names of modules whose forward every stage runs.
+        units: By name, in the order of the model, the stage of each unit that is in one stage.
+        own: By full name, the stage of each parameter that a container has itself.
+    """
+
+    stages: int
+    containers: frozenset[str]
+    units: Mapping[str, int]
+    own: Mapping[str, int]
+
+    def __str__(self) -> str:
+        names: list[list[str]] = [[] for _ in range(self.stages)]
+        for name, stage in (*self.own.items(), *self.units.items()):
+            names[stage].append(name)
+        return "\n".join(f"stage {stage}: {_ranges(each)}" for stage, each in enumerate(names))
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """The order in which a forward calls units, and uses what containers have.
+
+    Attributes:
+        units: The units, in the order of their first calls.
+        own: By full name of a container's parameter, the number of calls before the first use.
+    """
+
+    units: Sequence[str] = ()
+    own: Mapping[str, int] = field(default_factory=dict)
+
+
+def names_of_cuts(
+    model: nn.Module, how: HowToSplit, stages: int, times: Callable[[], Mapping[str, float]]
+) -> list[str]:
+    """The modules before which a model is cut. Local, if ``times`` is.
+
+    Args:
+        model: The whole model.
+        how: The names; "even" or "by time": equally many, or equally slow, items of the longest
+            chain; or a plan of a chain, by module name.
+        stages: The number of stages.
+        times: Measures the items of the longest chain; called for "by time".
+
+    Raises:
+        ValueError: A name is unknown, or there are not as many parts as stages.
+    """
+    modules = dict(model.named_modules())
+    if how == "by time":
+        cuts = _by_time(times(), stages)
+    elif how == "even" or isinstance(how, Mapping):
+        cuts = _evenly(chain_of(model, how), stages)
+    else:
+        cuts = [how] if isinstance(how, str) else list(how)
+    for name in cuts:
+        if name not in modules:
+            near = [known for known in modules if known.endswith(name.rpartition(".")[2])]
+            raise ValueError(
+                f"split names {name!r}, and {type(model).__name__} has no module of that name"
+                f"{f': did you mean {near[0]!r}?' if near and name else ''} "
+                f'(names as in named_modules(), or "even" or "by time")'
+            )
+    if len(cuts) != stages - 1:
+        raise ValueError(
+            f"split names {len(cuts)} modules ({', '.join(cuts)}), which makes {len(cuts) + 1} "
+            f"parts, and the schedule has {stages} stages: name {stages - 1}"
+        )
+    return cuts
+
+
+def split_model(model: nn.Module, cuts: Sequence[str], order: CallOrder | None = None) -> Split:
+    """Deal a model's units out to stages. Local.
+
+    Args:
+        model: The whole model.
+        cuts: The names of modules before which the model is cut.
+        order: The order of calls; None: the order in which modules are listed.
+
+    Raises:
+        ValueError: A name splits nothing, two names split at one place, or one module is on both
+            sides of a cut.
+    """
+    containers = _containers(model, cuts)
+    walked = list(_walk(model, containers))
+    listed = [n for n, m in walked if n not in containers and (n in cuts or _has_state(m))]
+    called = order.units if order else ()
+    names = [*called, *(name for name in listed if name not in called)]
+    opens = _openings(names, cuts)
+    stages = list(accumulate(int(name in opens) for name in names))
+    units = dict(zip(names, stages, strict=True))
+    of_module: dict[int, str] = {}
+    for name, module in walked:
+        first = of_module.setdefault(id(module), name)
+        if units.get(first) != units.get(name):
+            raise ValueError(
+                f"{first} and {name} are one module, on both sides of a cut: move the cut, or make "
+                f"two modules that share their parameters"
+            )
+    own = [
+        f"{name}.{key}".lstrip(".")
+        for name, module in walked
+        if name in containers
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    uses = order.own if order else {}
+    return Split(len(cuts) + 1, containers, units, {n: [0, *stages][uses.get(n, 0)] for n in own})
+
+
+def _openings(names: Sequence[str], cuts: Sequence[str]) -> dict[str, str]:
+    """By name of the first unit of a stage, the cut."""
+    opens: dict[str, str] = {}
+    for cut in cuts:
+        within = [name for name in names if name == cut or name.startswith(f"{cut}.")]
+        if not within or within[0] == names[0]:
+            why = "nothing with parameters comes before it" if within else "it has no modules"
+            raise ValueError(f"split names {cut!r}, which splits nothing: {why}")
+        known = opens.setdefault(within[0], cut)
+        if known != cut or cuts.count(cut) > 1:
+            raise ValueError(
+                f"split names {known!r} and {cut!r}, which begin at the same place: the stage "
+                f"between would be empty"
+            )
+    return opens
+
+
+def _containers(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
+    """The modules around cuts, and those that cannot be called, such as a ModuleList."""
+    found = {ancestor for name in cuts for ancestor in _ancestors(name)} | {""}
+    for name, module in model.named_modules(remove_duplicate=False):
+        uncalled = getattr(type(module).forward, "__name__", "") == "_forward_unimplemented"
+        if name and uncalled and name.rpartition(".")[0] in found:
+            found.add(name)
+    return frozenset(found)
+
+
+def _walk(model: nn.Module, containers: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Containers and units, in the order of the model."""
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield name, module
+        if name in containers:
+            for own, child in module._modules.items():
+                if child is not None:
+                    yield from walk(f"{name}.{own}".lstrip("."), child)
+
+    return walk("", model)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """True if a module has parameters, or buffers that a state dict has."""
+    kept = (
+        key not in each._non_persistent_buffers_set
+        for each in module.modules()
+        for key, value in each._buffers.items()
+        if value is not None
+    )
+    return any(True for _ in module.parameters()) or any(kept)
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts))]
+
+
+def chain_of(model: nn.Module, how: Any = "even") -> list[str]:
+    """The names of the items of the longest chain: of a ModuleList or Sequential, or of a plan.
+
+    Raises:
+        ValueError: The model has no chain, or lacks a module that the plan names.
+    """
+    named = dict(model.named_modules())
+    if isinstance(how, Mapping):
+        starts = {"", f"{getattr(model, 'base_model_prefix', '')}."}
+        named = {f"{start}{key}": named.get(f"{start}{key}") for start in starts for key in how}
+    chains = {
+        name: [f"{name}.{each}".lstrip(".") for each in module._modules]
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+    if not chains:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList or Sequential"
+            f"{' among the modules of the plan' if isinstance(how, Mapping) else ''}: name the "
+            f"modules to cut at, split=[...]"
+        )
+    return max(chains.values(), key=len)
+
+
+def _evenly(chain: Sequence[str], stages: int) -> list[str]:
+    if len(chain) < stages:
+        raise ValueError(
+            f"{stages} stages, and the longest chain has only {len(chain)} modules "
+            f"({_ranges(chain)}): name the modules to cut at, split=[...]"
+        )
+    return [chain[len(chain) * stage // stages] for stage in range(1, stages)]
+
+
+def _by_time(times: Mapping[str, float], stages: int) -> list[str]:
+    """Cuts for which the slowest stage is as fast as possible."""
+    names, costs = list(times), list(times.values())
+    _evenly(names, stages)
+    sums = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[float, list[int]]] = {end: (sums[end], []) for end in range(len(sums))}
+    for stage in range(1, stages):
+        best = {
+            end: min(
+                (max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut])
+                for cut in range(stage, end)
+            )
+            for end in range(stage + 1, len(sums))
+        }
+    return [names[cut] for cut in best[len(names)][1]]
+
+
+def measured(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, float]:
+    """The seconds that each item of the longest chain takes in a forward, the best of three."""
+    names = chain_of(model)
+    items = dict(model.named_modules())
+    seconds = dict.fromkeys(names, float("inf"))
+    began: dict[str, float] = {}
+    handles = []
+    for name in names:
+
+        def begin(*_: Any, name: str = name) -> None:
+            began[name] = time.perf_counter()
+
+        def end(*_: Any, name: str = name) -> None:
+            seconds[name] = min(seconds[name], time.perf_counter() - began[name])
+
+        handles += [
+            items[name].register_forward_pre_hook(begin),
+            items[name].register_forward_hook(end),
+        ]
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seconds
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Names as text; numbered ones in a row by the first and the last."""
+    runs: list[list[str]] = []
+    for name in names:
+        start, _, number = name.rpartition(".")
+        before = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        if number.isdigit() and before[2].isdigit() and before[0] == start:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    texts = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return ", ".join(texts) or "no parameters"
+
+
+# -- the modules of one stage ----------------------------------------------------------------------
+
+
+def shallow(module: nn.Module) -> Any:
+    """A copy of a module with the same parameters, children and hooks, in dicts of its own."""
+    copied = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        own = name.startswith("_") and isinstance(value, dict)  # hooks, too
+        copied.__dict__[name] = value.copy() if own else value
+    return copied
+
+
+def copied_tree(
+    model: nn.Module,
+    containers: frozenset[str],
+    unit: Callable[[str, nn.Module], nn.Module],
+    own: Callable[[str, nn.Parameter], Tensor | None],
+) -> Any:
+    """A model of copied containers, with other units and other parameters of containers.
+
+    Args:
+        model: The model.
+        containers: The names of the modules to copy.
+        unit: Gives the module to have in the place of a unit.
+        own: Gives the parameter to have in the place of a container's parameter.
+    """
+    known: dict[int, Any] = {}
+
+    def tree(name: str, module: nn.Module) -> Any:
+        if name not in containers:
+            return unit(name, module)
+        if id(module) not in known:
+            copied = known[id(module)] = shallow(module)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    copied._parameters[key] = own(f"{name}.{key}".lstrip("."), parameter)
+            for key, child in module._modules.items():
+                if child is not None:
+                    copied._modules[key] = tree(f"{name}.{key}".lstrip("."), child)
+        return known[id(module)]
+
+    return tree("", model)
+
+
+def copied_with(
+    module: nn.Module, tensor: Callable[[str, Tensor], Tensor], name: str, known: dict[int, Any]
+) -> Any:
+    """A deep copy of a module with other parameters and buffers."""
+    if id(module) not in known:
+        copied = known[id(module)] = shallow(module)
+        for tensors in (copied._parameters, copied._buffers):
+            for key, value in tensors.items():
+                if value is not None:
+                    tensors[key] = tensor(f"{name}.{key}".lstrip("."), value)
+        for key, child in module._modules.items():
+            if child is not None:
+                copied._modules[key] = copied_with(child, tensor, f"{name}.{key}", known)
+    return known[id(module)]
+
+
+def tied_names(model: nn.Module, split: Split) -> dict[str, list[str]]:
+    """Parameters of several stages: by the first name, all names in the order of stages."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = {}
+    for each in names.values():
+        stages = {stage_of(name, split) for name in each}
+        if len(stages) > 1:
+            ordered = sorted(each, key=lambda name: stage_of(name, split))
+            tied[ordered[0]] = ordered
+    return tied
+
+
+def stage_of(name: str, split: Split) -> int:
+    """The stage that has a parameter of this full name."""
+    if name in split.own:
+        return split.own[name]
+    return split.units[next(each for each in _ancestors(name)[::-1] if each in split.units)]

@@ -1,0 +1,695 @@
+"""Stages: modules that run one part of a model's forward.
+
+A stage runs the model's own forward. Values that other stages make are *ghosts* there: they have a
+shape and no memory, and operators on them give ghosts. Values that depend on inputs alone are
+computed in every stage. When the forward comes to the stage's first module, the ghosts that were
+received become tensors, in place; when it comes to the next stage's first module, it ends.
+
+Each rank follows the whole forward once on ghosts, for each structure of inputs. So all ranks know
+which values cross which cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
+
+from tilework.comm.per_call.internal import call_site
+from tilework.comm.world import current_world
+from tilework.parallel.pipeline.split import CallOrder, Split, copied_tree, copied_with, stage_of
+from tilework.show import bytes_text
+
+#: The name of a value: ("call", number of the call, leaf of the result), or ("argument", stage,
+#: leaf of the arguments of the stage's first call).
+Key = tuple[str, int, int]
+_TRIED_OUT: Final = "a stage sees only the shapes of values from other stages"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that crosses cuts.
+
+    Attributes:
+        key: The name of the value.
+        shape: The shape.
+        dtype: The dtype.
+        has_gradient: True if a gradient comes back.
+        made_by: The stage that makes the value.
+        text: The value for a person.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+    made_by: int
+    text: str
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "a number"
+        return f"{self.text} ({shape} {str(self.dtype).removeprefix('torch.')})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the value."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a unit, as it was followed on ghosts."""
+
+    name: str
+    #: The result: its structure, and the leaves, without memory for tensors.
+    spec: Any
+    leaves: tuple[Any, ...]
+
+
+@dataclass
+class Route:
+    """A forward on ghosts, from which stages know what crosses each cut.
+
+    Attributes:
+        calls: The calls of units, in order.
+        cuts: For each cut, the values that cross it.
+        arguments: For each stage, by leaf of the first call's arguments, the values there.
+        local: For each stage, the arguments of the first call that are computed in every stage.
+        result: The model's result on ghosts.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    cuts: list[tuple[Crossing, ...]] = field(default_factory=list)
+    arguments: list[dict[int, Key]] = field(default_factory=list)
+    local: list[list[str]] = field(default_factory=list)
+    result: Any = None
+
+    def __str__(self) -> str:
+        lines = []
+        for cut, values in enumerate(self.cuts):
+            nbytes = bytes_text(sum(each.nbytes for each in values))
+            lines.append(f"stage {cut} to {cut + 1}: {', '.join(map(str, values))}: {nbytes}")
+            if self.local[cut + 1]:
+                names = ", ".join(self.local[cut + 1])
+                lines.append(f"  computed in each stage, from inputs alone: {names}")
+        return "\n".join(lines)
+
+
+class Ghost(Tensor):
+    """A tensor that another stage has: shape and dtype, without memory."""
+
+    made_by: int
+    key: Key | None
+    origin: str
+    shadow: Tensor
+    #: The full name, for a parameter.
+    parameter: str
+
+    @staticmethod
+    def __new__(cls, like: Tensor, made_by: int, origin: str = "", parameter: str = "") -> Ghost:
+        shadow = like.detach() if like.is_meta else torch.empty_like(like, device="meta")
+        ghost: Ghost = Tensor._make_wrapper_subclass(
+            cls,
+            shadow.shape,
+            strides=shadow.stride(),
+            dtype=shadow.dtype,
+            device=_device_of(like),
+        )
+        ghost.shadow, ghost.made_by, ghost.key = shadow, made_by, None
+        ghost.origin, ghost.parameter = origin, parameter
+        if parameter:
+            vars(ghost)["_is_param"] = True  # a module takes it for a parameter
+        return ghost
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The result of an operator, as a ghost."""
+        return _on_ghosts(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"a value of stage {self.made_by}, {tuple(self.shape)} {self.dtype}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
+        return self
+
+
+def _device_of(like: Tensor) -> torch.device:
+    walk = _current.walk
+    if not like.is_meta:
+        return like.device
+    return torch.device("cpu") if walk is None else walk.device
+
+
+def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    walk = _current.walk
+    position = 0 if walk is None else walk.position
+    of_shadow: dict[int, Tensor] = {}
+
+    def lower(value: Any) -> Any:
+        if isinstance(value, Ghost):
+            if walk is not None:
+                walk.use(value)
+            of_shadow[id(value.shadow)] = value
+            return value.shadow
+        if isinstance(value, Tensor):
+            return torch.empty_like(value, device="meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    def lift(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in of_shadow:
+            return of_shadow.get(id(value), value)
+        return Ghost(value, position, call_site() if walk is not None and walk.notes else "")
+
+    lowered = tree_map(lower, (args, dict(kwargs)))
+    _check_writes(func, args, walk)
+    try:
+        result = func(*lowered[0], **lowered[1])
+    except (NotImplementedError, RuntimeError) as error:
+        text = str(error)
+        if "meta" not in text and "data-dependent" not in text:
+            raise
+        raise RuntimeError(
+            f"{func} at {call_site()} needs the values of a tensor that stage "
+            f"{_maker_of((args, kwargs))} makes, and {_TRIED_OUT}: move the cut behind this line, "
+            f"or let the line depend on inputs alone"
+        ) from error
+    return tree_map(lift, result)
+
+
+def _maker_of(values: Any) -> int:
+    return max(x.made_by for x in tree_flatten(values)[0] if isinstance(x, Ghost))
+
+
+def _check_writes(func: Any, args: Any, walk: Walk | None) -> None:
+    """Refuse writes between modules that another stage would not see."""
+    if walk is None or walk.is_inside:
+        return
+    for schema, value in zip(func._schema.arguments, args, strict=False):
+        is_written = schema.alias_info is not None and schema.alias_info.is_write
+        if is_written and (not isinstance(value, Ghost) or value.made_by != walk.position):
+            of = value.made_by if isinstance(value, Ghost) else "every stage"
+            raise RuntimeError(
+                f"{func} at {call_site()} writes in stage {walk.position} to a tensor that "
+                f"{f'stage {of}' if isinstance(of, int) else of} makes: write to a copy, or do it "
+                f"in a module"
+            )
+
+
+class Reached(BaseException):
+    """Ends a stage's forward where the next stage begins."""
+
+
+class _Current(threading.local):
+    walk: Walk | None = None
+
+
+_current: Final = _Current()
+
+
+class Walk:
+    """One run of a model's forward.
+
+    Args:
+        split: The split.
+        device: The device of values.
+    """
+
+    #: True to note where values come from.
+    notes = False
+    #: True within a unit.
+    is_inside = False
+
+    def __init__(self, split: Split, device: torch.device) -> None:
+        self.split, self.device = split, device
+        self.position, self.calls = 0, 0
+        #: Values by key.
+        self.values: dict[Key, list[Tensor]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which this thread's calls of units belong to this walk."""
+        before, _current.walk = _current.walk, self
+        try:
+            yield
+        finally:
+            _current.walk = before
+
+    def use(self, ghost: Ghost) -> None:
+        """Note that an operator uses a ghost."""
+
+    def enter(self, name: str, stage: int, args: Any) -> None:
+        """A call of a unit begins."""
+        if stage < self.position:
+            raise RuntimeError(
+                f"{name} is in stage {stage}, and the model calls it in stage {self.position}: it "
+                f"would be on both sides of a cut. Move the cut, or make a second module that "
+                f"shares its parameters; where modules run in another order than they are listed, "
+                f"pass example= to pipeline()"
+            )
+        if stage > self.position:
+            if stage > self.position + 1:
+                raise RuntimeError(
+                    f"the model calls {name} of stage {stage} right after stage {self.position}: "
+                    f"no module of stage {self.position + 1} runs between"
+                )
+            self.begin(name, stage, args)
+            self.position = stage
+
+    def begin(self, name: str, stage: int, args: Any) -> None:
+        """The forward comes to a stage's first module."""
+
+    def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's result."""
+        self.enter(gate.name, gate.stage, (args, kwargs))
+        self.is_inside = True
+        try:
+            result = gate.unit(*args, **kwargs)
+        finally:
+            self.is_inside = False
+        return self.leave(gate.name, result)
+
+    def leave(self, name: str, result: Any) -> Any:
+        """A call of a unit ends with a result."""
+        return result
+
+    def note(self, key: Key, value: Any) -> None:
+        """Keep a value under a key, unless it has one."""
+        if isinstance(value, Tensor):
+            if isinstance(value, Ghost):
+                if value.key is not None:
+                    return
+                value.key = key
+            self.values.setdefault(key, []).append(value)
+
+
+class GhostWalk(Walk):
+    """A forward of the whole model on ghosts, which finds what crosses the cuts."""
+
+    notes = True
+
+    def __init__(self, split: Split, device: torch.device) -> None:
+        super().__init__(split, device)
+        self.route = Route(arguments=[{} for _ in range(split.stages)])
+        self.route.local = [[] for _ in range(split.stages)]
+        #: By name of a container's parameter, the number of calls before the first use.
+        self.first_uses: dict[str, int] = {}
+        #: By identity, ghosts that have no better name than where they are arguments.
+        self.names: dict[int, str] = {}
+        #: By identity, the ghost and the last stage that uses it.
+        self.uses: dict[int, tuple[Ghost, int]] = {}
+
+    def use(self, ghost: Ghost) -> None:
+        """Note the stage that uses a ghost."""
+        if ghost.parameter in self.split.own:
+            self.first_uses.setdefault(ghost.parameter, self.calls)
+        if ghost.parameter and ghost.made_by != self.position:
+            raise RuntimeError(
+                f"{ghost.parameter} is in stage {ghost.made_by}, and stage {self.position} uses "
+                f"it, at {call_site()}: it is on both sides of a cut. Give the second use a module "
+                f"of its own that shares the parameter (a tie), or move the cut"
+                f"{_NEEDS_EXAMPLE if ghost.parameter in self.split.own else ''}"
+            )
+        if not ghost.parameter and ghost.made_by < self.position:
+            self.uses[id(ghost)] = ghost, self.position
+
+    def begin(self, name: str, stage: int, args: Any) -> None:
+        """Name the values in the arguments."""
+        leaves, _ = tree_flatten_with_path(args)
+        for number, (path, value) in enumerate(leaves):
+            if isinstance(value, Ghost):
+                self.note(("argument", stage, number), value)
+                self.names.setdefault(id(value), f"argument {_path(path)} of {name}")
+                assert value.key is not None
+                self.route.arguments[stage][number] = value.key
+            elif isinstance(value, Tensor):
+                self.route.local[stage].append(f"argument {_path(path)} of {name}")
+
+    def leave(self, name: str, result: Any) -> Any:
+        """Name the values in the result."""
+        leaves, spec = tree_flatten(result)
+        leaves = [_as_ghost(x, self.position) for x in leaves]
+        for number, value in enumerate(leaves):
+            self.note(("call", self.calls, number), value)
+        kept = tuple(x.shadow if isinstance(x, Ghost) else x for x in leaves)
+        self.route.calls.append(Call(name, spec, kept))
+        self.calls += 1
+        return spec.unflatten(leaves)
+
+    def finish(self, result: Any, trained: Sequence[bool]) -> Route:
+        """The route, after the forward.
+
+        Args:
+            result: The model's result.
+            trained: For each stage, True if a parameter there or in a stage before is trained.
+        """
+        last = self.split.stages - 1
+        if self.position < last:
+            raise RuntimeError(f"the forward ran no module of stage {self.position + 1}")
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Ghost):
+                self.use(leaf)
+        cuts: list[list[Crossing]] = [[] for _ in range(last)]
+        for ghost, until in self.uses.values():
+            if ghost.key is None:
+                raise RuntimeError(
+                    f"a tensor that stage {ghost.made_by} makes at {ghost.origin} is used in stage "
+                    f"{until}, and is neither a module's result nor an argument of a stage's first "
+                    f"module: make it in a module, or move the cut"
+                )
+            crossing = self._crossing(ghost, trained)
+            for cut in range(ghost.made_by, until):
+                cuts[cut].append(crossing)
+        self.route.cuts = [tuple(sorted(each, key=lambda c: c.key)) for each in cuts]
+        self.route.result = result
+        return self.route
+
+    def _crossing(self, ghost: Ghost, trained: Sequence[bool]) -> Crossing:
+        assert ghost.key is not None
+        kind, number, _ = ghost.key
+        name = self.route.calls[number].name if kind == "call" else self.names[id(ghost)]
+        has_gradient = ghost.is_floating_point() and trained[ghost.made_by]
+        shape = tuple(ghost.shape)
+        return Crossing(ghost.key, shape, ghost.dtype, has_gradient, ghost.made_by, name)
+
+
+_NEEDS_EXAMPLE = "; pass example= to pipeline(), to have the stage found that uses it first"
+
+
+def _path(path: Any) -> str:
+    """The number or the name of an argument."""
+    return keystr(path[1:]).strip("[]'")
+
+
+def _as_ghost(value: Any, stage: int) -> Any:
+    """A unit's result as a ghost: also a result that depends on inputs alone is the unit's."""
+    if isinstance(value, Tensor) and not isinstance(value, Ghost):
+        return Ghost(value, stage)
+    return value
+
+
+class StageWalk(Walk):
+    """A forward of one stage.
+
+    Args:
+        split: The split.
+        device: The device of values.
+        stage: The stage.
+        route: The route that inputs of this structure take.
+        received: The values that cross the cut before the stage.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        device: torch.device,
+        stage: int,
+        route: Route,
+        received: Sequence[Tensor],
+    ) -> None:
+        super().__init__(split, device)
+        self.stage, self.route = stage, route
+        before = route.cuts[stage - 1] if stage else ()
+        self.received = {c.key: x for c, x in zip(before, received, strict=True)}
+        self.after = route.cuts[stage] if stage + 1 < split.stages else ()
+        self._drawn = _random_state() if stage else None
+
+    def enter(self, name: str, stage: int, args: Any) -> None:
+        """Compare the call with the route; end the forward at the next stage."""
+        calls = self.route.calls
+        expected = calls[self.calls].name if self.calls < len(calls) else "the end"
+        if name != expected:
+            raise RuntimeError(
+                f"the model calls {name} where it called {expected} for inputs of the same shapes: "
+                f"stages can follow a forward only if shapes decide what it calls"
+            )
+        super().enter(name, stage, args)
+
+    def begin(self, name: str, stage: int, args: Any) -> None:
+        """Turn received ghosts into tensors, or end."""
+        leaves, _ = tree_flatten(args)
+        for number, key in self.route.arguments[stage].items():
+            value = leaves[number]
+            known = self.values.setdefault(key, [])
+            if all(value is not each for each in known):
+                known.append(value)
+        if stage > self.stage:
+            raise Reached
+        if stage == self.stage:
+            if self._drawn is not None and not torch.equal(self._drawn, _random_state()):
+                raise RuntimeError(
+                    f"the model draws random numbers before stage {stage}, outside of the modules "
+                    f"of other stages, and each stage would draw others: draw them in a module "
+                    f"with parameters, or pass them as inputs"
+                )
+            self._receive()
+
+    def _receive(self) -> None:
+        for key, tensor in self.received.items():
+            for ghost in self.values.pop(key, ()):
+                same = ghost.dtype == tensor.dtype
+                own = tensor.view_as(tensor) if same else tensor.to(ghost.dtype)
+                torch.utils.swap_tensors(ghost, own)  # type: ignore[no-untyped-call]
+            self.values[key] = [tensor]
+
+    def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's result; of another stage's unit, ghosts."""
+        if gate.stage == self.stage:
+            return super().call(gate, args, kwargs)
+        stage = gate.stage
+        self.enter(gate.name, stage, (args, kwargs))
+        call = self.route.calls[self.calls]
+        leaves = [
+            Ghost(x, stage) if isinstance(x, Tensor) and x.is_meta else x for x in call.leaves
+        ]
+        for number, value in enumerate(leaves):
+            self.note(("call", self.calls, number), value)
+        self.calls += 1
+        return call.spec.unflatten(leaves)
+
+    def leave(self, name: str, result: Any) -> Any:
+        """Keep what other stages need of a result."""
+        wanted = {each.key for each in self.after}
+        for number, value in enumerate(tree_flatten(result)[0]):
+            key: Key = ("call", self.calls, number)
+            if key in wanted:
+                self.note(key, value)
+        self.calls += 1
+        return result
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """The values that cross the cut after the stage."""
+        return tuple(self.values[each.key][0] for each in self.after)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """Stands for a unit while a forward runs, so that the walk sees calls before any wrapper."""
+
+    __slots__ = ("name", "stage", "unit")
+
+    def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
+        object.__setattr__(self, "__dict__", unit.__dict__)
+        set_slots(self, unit, name, stage)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's result."""
+        walk = _current.walk
+        return self.unit(*args, **kwargs) if walk is None else walk.call(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unit, name)
+
+
+def set_slots(gate: Gate, unit: nn.Module, name: str, stage: int) -> None:
+    """Set a gate's own attributes, beside the unit's."""
+    for key, value in (("unit", unit), ("name", name), ("stage", stage)):
+        object.__setattr__(gate, key, value)
+
+
+class Elsewhere(Gate):
+    """Stands for a unit that another stage has: no parameters, and ghosts for results."""
+
+    def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
+        nn.Module.__init__(self)
+        set_slots(self, unit, name, stage)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ghosts."""
+        walk = _current.walk
+        if walk is None:
+            raise RuntimeError(
+                f"{self.name} is in stage {self.stage} of a pipeline: call the stages by "
+                f"Stages.step() or Stages.evaluate()"
+            )
+        return walk.call(self, args, kwargs)
+
+    def extra_repr(self) -> str:
+        """The stage."""
+        return f"{self.name}, in stage {self.stage}"
+
+
+class StageModule(nn.Module):
+    """What the module of a stage has besides the model: its class is a subclass of the model's."""
+
+    _stage: tuple[Split, int, torch.device]
+
+    def forward(self, received: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """The values that cross the next cut, or the model's result in the last stage.
+
+        Args:
+            received: The route, and the values that cross the cut before.
+            args: The model's arguments, and ``kwargs``.
+        """
+        split, stage, device = self._stage
+        walk = StageWalk(split, device, stage, received[0], received[1:])
+        with self._gates(split, stage), walk.running():
+            try:
+                return super().forward(*args, **kwargs)
+            except Reached:
+                return walk.sent()
+
+    @contextmanager
+    def _gates(self, split: Split, stage: int) -> Iterator[None]:
+        """A context in which gates stand in the places of this stage's units."""
+        replaced = []
+        for name, of in split.units.items():
+            if of == stage:
+                path, _, key = name.rpartition(".")
+                modules: dict[str, Any] = self.get_submodule(path)._modules
+                replaced.append((modules, key, modules[key]))
+                modules[key] = Gate(modules[key], name, stage)
+        try:
+            yield
+        finally:
+            for modules, key, unit in replaced:
+                modules[key] = unit
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (StageModule, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+def make_part(
+    model: nn.Module, split: Split, stage: int, device: torch.device, twin: Twin
+) -> StageModule:
+    """The module of one stage: the model with other stages' units replaced by stand-ins. Local.
+
+    Units are the model's own modules; containers are copies. Names are the model's.
+    """
+
+    def unit(name: str, module: nn.Module) -> nn.Module:
+        of = split.units.get(name, stage)
+        return module if of == stage else Elsewhere(twin.units[name], name, of)
+
+    def own(name: str, parameter: nn.Parameter) -> Tensor | None:
+        return parameter if split.own[name] == stage else None
+
+    part: Any = copied_tree(model, split.containers, unit, own)
+    for name, of in split.own.items():
+        if of != stage:
+            path, _, key = name.rpartition(".")
+            container = part.get_submodule(path)
+            parameter = model.get_parameter(name)
+            del container._parameters[key]
+            object.__setattr__(container, key, Ghost(parameter, of, parameter=name))
+    part.__class__ = _class_of(type(model))
+    object.__setattr__(part, "_stage", (split, stage, device))
+    return part  # type: ignore[no-any-return]
+
+
+class Twin:
+    """The whole model on ghosts, which finds the routes of inputs.
+
+    Args:
+        model: The whole model.
+        split: The split.
+        device: The device of values.
+    """
+
+    def __init__(self, model: nn.Module, split: Split, device: torch.device) -> None:
+        self._split, self._device = split, device
+        #: The units by name, with ghosts for parameters.
+        self.units: dict[str, nn.Module] = {}
+        trained = [False] * split.stages
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            stage = stage_of(name, split)
+            trained[stage] = trained[stage] or parameter.requires_grad
+        self.trained = [any(trained[: stage + 1]) for stage in range(split.stages)]
+
+        def unit(name: str, module: nn.Module) -> nn.Module:
+            of = split.units.get(name)
+            if of is None:
+                return module
+            self.units[name] = copied_with(module, partial(_ghost_of, of), name, {})
+            return Gate(self.units[name], name, of)
+
+        def own(name: str, parameter: nn.Parameter) -> Tensor:
+            return Ghost(parameter, split.own[name], parameter=name)
+
+        self._model: nn.Module = copied_tree(model, split.containers, unit, own)
+        self._routes: dict[Any, Route] = {}
+
+    def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallOrder:
+        """The order of calls in a forward with these arguments. Local."""
+        walk = GhostWalk(self._split, self._device)
+        self._follow(walk, args, kwargs)
+        return CallOrder(list(dict.fromkeys(x.name for x in walk.route.calls)), walk.first_uses)
+
+    def route(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Route:
+        """What crosses the cuts for these inputs. Local; the same on all ranks."""
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves]
+        key = (spec, *kinds, training, torch.is_grad_enabled())
+        if key not in self._routes:
+            self._model.train(training)
+            walk = GhostWalk(self._split, self._device)
+            self._routes[key] = walk.finish(self._follow(walk, args, kwargs), self.trained)
+        return self._routes[key]
+
+    def _follow(self, walk: Walk, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward's result, on ghosts; random generators stay as they are."""
+        generator = _generator()
+        state = generator.get_state()
+        try:
+            with walk.running():
+                return self._model(*args, **kwargs)
+        finally:
+            generator.set_state(state)
+
+
+def _generator() -> torch.Generator:
+    return current_world().generator or torch.default_generator
+
+
+def _random_state() -> Tensor:
+    return _generator().get_state()
+
+
+def _ghost_of(stage: int, name: str, tensor: Tensor) -> Tensor:
+    return Ghost(tensor, stage, parameter=name)
+
+
+def _plain(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

@@ -1,0 +1,551 @@
+"""``pipeline``: a model cut into stages, which train and predict as one model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tilework.comm.contract import ReduceOp
+from tilework.comm.operations.internal import agree, all_reduce, broadcast, irecv, isend
+from tilework.mesh import DeviceMesh
+from tilework.models import check_is_module
+from tilework.parallel.clip_grad import PartOfParameters
+from tilework.parallel.data_parallel.ddp import DistributedDataParallel
+from tilework.parallel.data_parallel.leaves import local_tensors
+from tilework.parallel.data_parallel.replicas import check_replicas
+from tilework.parallel.passes import is_due
+from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Scaler
+from tilework.parallel.pipeline.schedule import Schedule
+from tilework.parallel.pipeline.split import (
+    HowToSplit,
+    Split,
+    measured,
+    names_of_cuts,
+    split_model,
+    stage_of,
+    tied_names,
+)
+from tilework.parallel.pipeline.stage import Route, StageModule, Twin, make_part
+
+#: How losses of microbatches make the loss of a batch: "rows": means over rows; "sum": they add up;
+#: a function from a microbatch's target to the weight of the microbatch's mean.
+Weight = Literal["rows", "sum"] | Callable[[Any], Any]
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    split: HowToSplit = "even",
+    schedule: Schedule,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> Stages:
+    """Cut a model into stages, one or several on each rank of a mesh's axis.
+
+    Collective over the mesh; blocks. The model is the same on all ranks, and may be on ``meta``.
+    Each rank keeps the parameters of the own stages; drop the model to free the others.
+
+    A stage runs the model's own forward, without the modules of other stages. Values that cross a
+    cut are sent; values that depend on inputs alone are computed in each stage. The first step with
+    inputs of a structure follows the forward once on tensors without memory.
+
+    Args:
+        model: The model. Wrap the stages in ``fully_shard`` or DDP afterwards, not the model.
+        mesh: A mesh of one axis, such as ``mesh["pp"]``.
+        split: The names of the modules before which the model is cut; "even": equally many items of
+            the longest ModuleList or Sequential for each stage; "by time": items such that the
+            slowest stage is as fast as possible, measured with ``example``; or a plan by module
+            name, as Hugging Face's ``model.base_model_pp_plan``.
+        schedule: The order of actions; it has as many ranks as the mesh.
+        example: The arguments of a forward, in order or by name, for models that call modules in
+            another order than they are listed in, and for "by time", which else takes the model's
+            ``dummy_inputs``.
+
+    Returns:
+        The stages of this rank.
+
+    Raises:
+        TypeError: The model is no module.
+        ValueError: Mesh, schedule and split do not fit, or the models of ranks differ.
+        RuntimeError: Something crosses a cut that cannot; the error names the line.
+
+    Example:
+        >>> import torch
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.parallel import Schedule, pipeline
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        ...     plan = Schedule.gpipe(ranks=2, microbatches=2)
+        ...     stages = pipeline(model, init_device_mesh("cpu", (2,)), split=["1"], schedule=plan)
+        ...     loss = torch.nn.functional.mse_loss
+        ...     stages.step(torch.ones(4, 2), target=torch.ones(4, 1), loss=loss)
+        ...     return [name for name, p in stages.named_parameters() if p.grad is not None]
+        >>> run_ranks(2, program)
+        [['0.weight', '0.bias'], ['1.weight', '1.bias']]
+    """
+    check_is_module(model, "pipeline")
+    _check_mesh(mesh, schedule)
+    args, kwargs = _arguments(example)
+    group = mesh.get_group()
+
+    def times() -> Mapping[str, float]:
+        given = getattr(model, "dummy_inputs", None) if example is None else example
+        if given is None:
+            raise ValueError('split="by time" measures a forward: pass example=')
+        args, kwargs = _arguments(given)
+        return agree(lambda: measured(model, args, kwargs), group)[0]  # the first rank's
+
+    cuts = names_of_cuts(model, split, schedule.stages, times)
+    dealt = split_model(model, cuts)
+    if example is not None:
+        together = replace(dealt, units=dict.fromkeys(dealt.units, 0), stages=1)
+        together = replace(together, own=dict.fromkeys(dealt.own, 0))
+        twin = Twin(model, together, torch.device(mesh.device_type))
+        dealt = split_model(model, cuts, twin.order(args, kwargs))
+    tied = tied_names(model, dealt)
+    check_replicas([*model.named_parameters()], group, values=set(tied))
+    for theirs in agree(lambda: [str(dealt), str(schedule)], group):
+        if theirs != [str(dealt), str(schedule)]:
+            raise ValueError("ranks called pipeline() with different splits or schedules")
+    return Stages(model, mesh, dealt, schedule, None if example is None else (args, kwargs))
+
+
+def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(f"a pipeline is along one axis, and {mesh} has {mesh.ndim}: mesh['pp']")
+    if schedule.ranks != mesh.size():
+        raise ValueError(
+            f"the schedule is for {schedule.ranks} ranks, and the mesh's axis has {mesh.size()}"
+        )
+    if any(action.kind == "weights" for actions in schedule.actions for action in actions):
+        raise ValueError(
+            "the schedule cuts backward in two (input_gradient and weights), and autograd computes "
+            "both together: only captured stages can be cut. Use a schedule with whole backwards, "
+            "such as Schedule.one_forward_one_backward or Schedule.interleaved"
+        )
+
+
+def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given) if isinstance(given, tuple) else ()), {}
+
+
+class StageParameters(PartOfParameters):
+    """The parameters of this rank's stages."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__(parameter for _, parameter in stages.named_parameters())
+        self._stages = stages
+
+    def counted(self) -> list[Tensor]:
+        """The parameters, but tied ones that another rank counts. Local."""
+        tied = self._stages.tied_elsewhere()
+        return [each for each in self if id(each) not in tied]
+
+    def norm_of_all(self, mine: Tensor, norm_type: float) -> Tensor:
+        """The norm over all stages. Collective over the mesh; blocks."""
+        group = self._stages.mesh.get_group()
+        powers = (mine if norm_type == float("inf") else mine**norm_type).double().clone()
+        all_reduce(powers, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM, group)
+        total = powers if norm_type == float("inf") else powers ** (1 / norm_type)
+        return total.to(mine.dtype)
+
+
+class Stages(nn.Module):
+    """The stages of a pipeline that one rank has; made by :func:`pipeline`.
+
+    Names of parameters, buffers and state dicts are the whole model's.
+
+    Attributes:
+        parts: This rank's modules, one for each stage; replace one by DDP of it, or change it in
+            place (``fully_shard``, ``parallelize_module``, ``checkpoint_wrapper``).
+        schedule: The schedule.
+        split: The modules of each stage.
+        mesh: The axis.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, split: Split, schedule: Schedule, example: Any
+    ) -> None:
+        super().__init__()
+        self.split, self.schedule = split, schedule
+        self.mesh, self._group = mesh, mesh.get_group()
+        self._device = torch.device(mesh.device_type)
+        rank = self._group.rank()
+        self._numbers = [s for s, home in enumerate(schedule.home) if home == rank]
+        self._twin = Twin(model, split, self._device)
+        self.parts: list[nn.Module] = [
+            make_part(model, split, stage, self._device, self._twin) for stage in self._numbers
+        ]
+        self._ties = _ties_between_ranks(model, split, schedule)
+        self._steps = 0
+        self._routes: dict[int, Route] = {}
+        self._dtypes: dict[Any, torch.dtype] = {}
+        if example is not None:
+            self._note(self._twin.route(example[0], example[1], self.training))
+
+    def __str__(self) -> str:
+        crosses = next(map(str, self._routes.values()), "what crosses: see after the first step")
+        return f"{self.split}\n{crosses}"
+
+    # -- as a module ---------------------------------------------------------------------
+
+    @property
+    def modules_of_stages(self) -> dict[int, StageModule]:
+        """By stage, this rank's modules, without wrappers."""
+        inner = [p.module if isinstance(p, DistributedDataParallel) else p for p in self.parts]
+        wrong = [type(each).__name__ for each in inner if not isinstance(each, StageModule)]
+        if wrong or len(inner) != len(self._numbers):
+            raise TypeError(
+                f"stages.parts has {wrong or len(inner)}: it holds the modules that pipeline() "
+                f"made, in order, each as it is or in DistributedDataParallel"
+            )
+        return dict(zip(self._numbers, cast("list[StageModule]", inner), strict=True))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages of this rank, with the whole model's names."""
+        memo = set() if memo is None else memo
+        for each in self.modules_of_stages.values():
+            yield from each.named_modules(memo, prefix, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """The parameters of this rank's stages, for optimizers and ``clip_grad_norm_``. Local."""
+        return StageParameters(self)
+
+    def children(self) -> Iterator[nn.Module]:
+        """The parts."""
+        yield from self.parts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state of this rank's stages, by the whole model's names. Local."""
+        state: dict[str, Any] = {}
+        for each in self.modules_of_stages.values():
+            state |= each.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state that has this rank's names; with others it may be the whole model's. Local.
+
+        Raises:
+            RuntimeError: With ``strict``: names of this rank's stages are missing.
+        """
+        missing: list[str] = []
+        for each in self.modules_of_stages.values():
+            missing += each.load_state_dict(state_dict, strict=False, assign=assign).missing_keys
+        if missing and strict:
+            raise RuntimeError(f"the state lacks {', '.join(missing)}")
+        return torch.nn.modules.module._IncompatibleKeys(missing, [])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result, on every rank: :meth:`evaluate` without a loss."""
+        return self.evaluate(*args, **kwargs)
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def step(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        loss: Loss | None = None,
+        weight: Weight | None = None,
+        scaler: Scaler | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Forward and backward of a batch, in microbatches. Collective over the mesh; blocks.
+
+        Gradients are added to ``grad``, as ``backward()`` does; tied parameters get the sum of the
+        gradients of all their stages.
+
+        Args:
+            inputs: The model's arguments, the same on all ranks. Tensors are cut along dim 0, into
+                as many parts as the schedule has microbatches; the last may be shorter.
+            target: The target, cut like the inputs; None: ``loss`` gets the result alone.
+            loss: From result and target to a scalar. None: the model computes it, as the scalar
+                that it returns, or as ``.loss`` of the result.
+            weight: How losses of microbatches make the loss of the batch. "rows": each is a mean
+                over rows; "sum": they add up; a function: from a microbatch's target to the number
+                of elements of which the loss is the mean. None: "rows", which is compared with the
+                loss of the whole batch in the first steps and now and then; a model that computes
+                the loss itself needs it.
+            scaler: A GradScaler, which scales the loss before backward. Ranks then agree on
+                gradients that are not finite.
+            kwargs: The model's arguments by name, cut like ``inputs``.
+
+        Returns:
+            The loss of the batch, without a graph; the same on every rank.
+
+        Raises:
+            ValueError: Fewer rows than microbatches; arguments with different numbers of rows; the
+                loss is no mean over rows, and ``weight`` is None.
+            RuntimeError: Something crosses a cut that a stage cannot do alone.
+        """
+        if loss is None and weight is None:
+            raise ValueError(
+                "the model computes the loss itself, and its weight must be said: weight='rows' if "
+                "it is a mean over rows, 'sum' if losses add up, or a function of the target that "
+                "counts the elements of the mean"
+            )
+        ties = self._take_tied_grads()
+        run = self._run((inputs, kwargs), target, loss or _own_loss, weight or "rows", scaler)
+        self._reduce_ties(ties)
+        if scaler is not None:
+            self._agree_on_overflow()
+        self._steps += 1
+        return self._loss_of(run, target, checks=weight is None and is_due(self._steps))
+
+    def evaluate(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        loss: Loss | None = None,
+        weight: Weight = "rows",
+        **kwargs: Any,
+    ) -> Any:
+        """The loss of a batch, or without ``loss`` the model's result, on every rank.
+
+        Without gradients, in microbatches. Collective over the mesh; blocks. Arguments as for
+        :meth:`step`; call ``stages.eval()`` before, as for any module.
+        """
+        with torch.no_grad():
+            run = self._run((inputs, kwargs), target, loss, weight, None, trains=False)
+            return self._result_of(run) if loss is None else self._loss_of(run, target)
+
+    def _run(
+        self,
+        given: Any,
+        target: Any,
+        loss: Loss | None,
+        weight: Weight,
+        scaler: Scaler | None,
+        trains: bool = True,
+    ) -> Execution:
+        count = self.schedule.microbatches
+        cut = _microbatches((given, target), count)
+        weights = _weights([t for _, t in cut], [rows_of(each) for each in cut], weight)
+        batches = []
+        for ((args, kwargs), part), factor in zip(cut, weights, strict=True):
+            route = self._note(self._twin.route(args, kwargs, self.training))
+            batches.append(Microbatch(args, kwargs, part, factor, route))
+        modules = self.modules_of_stages
+        parts = dict(zip(modules, self.parts, strict=True))
+        run = Execution(
+            self.schedule, self._group, self._device, parts, batches, loss, trains, scaler
+        )
+        if loss is not None:
+            self._dtype = self._loss_dtype(batches[0], loss)
+        run.run()
+        return run
+
+    def _note(self, route: Route) -> Route:
+        self._routes[id(route)] = route
+        return route
+
+    def _loss_dtype(self, batch: Microbatch, loss: Loss) -> torch.dtype:
+        """The dtype of the loss, which ranks without the loss have to know."""
+        key = id(batch.route), getattr(loss, "__code__", loss)
+        if key not in self._dtypes:
+            target = () if batch.target is None else (batch.target,)
+            value = loss(batch.route.result, *target)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ValueError(f"the loss must be a tensor of one element, got {value!r}")
+            self._dtypes[key] = value.dtype
+        return self._dtypes[key]
+
+    # -- results -------------------------------------------------------------------------
+
+    @property
+    def _last_rank(self) -> int:
+        return self.schedule.home[-1]
+
+    def _loss_of(self, run: Execution, target: Any, checks: bool = False) -> Tensor:
+        """The loss of the batch, on every rank."""
+        values = torch.zeros(2, dtype=self._dtype, device=self._device)
+        if run.losses:
+            pairs = zip(run.losses.values(), run.microbatches, strict=True)
+            total = sum(
+                (each.reshape(()) * mine.weight for each, mine in pairs), start=torch.zeros(())
+            )
+            values[0] = total
+            if checks and run.loss is not None:
+                values[1] = _whole_loss(run, target, values[0])
+        broadcast(values, group=self._group, group_src=self._last_rank)
+        if checks and float(values[1]):
+            raise ValueError(
+                f"the loss of the batch is {float(values[1]):.6g}, and the microbatches' losses, "
+                f"weighted by rows, give {float(values[0]):.6g}: the loss is no mean over rows. "
+                f"Say weight='sum' if losses add up, or weight=a function of the target that "
+                f"counts the elements of the mean, as lambda target: (target != -100).sum()"
+            )
+        return values[0]
+
+    def _result_of(self, run: Execution) -> Any:
+        """The model's results of all microbatches together, on every rank."""
+        parts = []
+        for number, mine in enumerate(run.microbatches):
+            expected, spec = tree_flatten(mine.route.result)
+            made = tree_flatten(run.results[number])[0] if run.results else expected
+            leaves = [self._shared(x, e) for x, e in zip(made, expected, strict=True)]
+            parts.append(tree_unflatten(leaves, spec))
+        return _joined(parts)
+
+    def _shared(self, value: Any, expected: Any) -> Any:
+        if not isinstance(expected, Tensor):
+            return value
+        is_here = self._group.rank() == self._last_rank
+        like = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
+        whole = value.detach().contiguous() if is_here else like
+        broadcast(whole, group=self._group, group_src=self._last_rank)
+        return whole
+
+    # -- gradients -----------------------------------------------------------------------
+
+    def _take_tied_grads(self) -> list[tuple[nn.Parameter, Tensor | None, list[int]]]:
+        """Trained parameters that other ranks have, too, with the gradients of earlier steps."""
+        rank = self._group.rank()
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        here = [(parameters[n[r.index(rank)]], r) for n, r in self._ties if rank in r]
+        taken = [(each, each.grad, ranks) for each, ranks in here if each.requires_grad]
+        for parameter, _, _ in taken:
+            parameter.grad = None
+        return taken
+
+    def _reduce_ties(self, ties: Sequence[tuple[nn.Parameter, Tensor | None, list[int]]]) -> None:
+        """Sum this step's gradients of tied parameters over the stages that have them."""
+        tag = len(self.schedule.messages)
+        for number, (parameter, before, ranks) in enumerate(ties):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            for local in local_tensors(parameter.grad):
+                self._sum(local, ranks, tag + number)
+            if before is not None:
+                parameter.grad.add_(before)
+
+    def _sum(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> None:
+        rank = self._group.rank()
+        mine = tensor.detach().clone(memory_format=torch.contiguous_format)
+        works, parts = [], {rank: mine}
+        for other in ranks:
+            if other != rank:
+                parts[other] = torch.empty_like(mine)
+                works.append(irecv(parts[other], group=self._group, tag=tag, group_src=other))
+        for other in ranks:
+            if other != rank:
+                works.append(isend(mine, group=self._group, tag=tag, group_dst=other))
+        for work in works:
+            if work is not None:
+                work.wait()
+        first, *rest = [parts[each] for each in ranks]
+        tensor.copy_(sum(rest, start=first))
+
+    def _agree_on_overflow(self) -> None:
+        """Let gradients that are not finite on one rank stop the optimizers of all ranks."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        locals_ = [local for grad in grads for local in local_tensors(grad)]
+        bad = any(not bool(each.isfinite().all()) for each in locals_)
+        flag = torch.tensor([float(bad)], device=self._device)
+        all_reduce(flag, ReduceOp.MAX, self._group)
+        if flag.item() and not bad and locals_:
+            locals_[0].view(-1)[0] = float("inf")
+
+    def tied_elsewhere(self) -> set[int]:
+        """By identity, this rank's tied parameters whose first stage is on another rank. Local."""
+        rank = self._group.rank()
+        names = {names[ranks.index(rank)] for names, ranks in self._ties if rank in ranks[1:]}
+        every = self.named_parameters(remove_duplicate=False)
+        return {id(parameter) for name, parameter in every if name in names}
+
+
+def _ties_between_ranks(
+    model: nn.Module, split: Split, schedule: Schedule
+) -> list[tuple[list[str], list[int]]]:
+    """Parameters of several ranks: a name on each rank, and the ranks."""
+    ties = []
+    for names in tied_names(model, split).values():
+        first: dict[int, str] = {}
+        for name in names:
+            first.setdefault(schedule.home[stage_of(name, split)], name)
+        if len(first) > 1:
+            ties.append(([*first.values()], [*first]))
+    return ties
+
+
+def _own_loss(result: Any) -> Tensor:
+    """The loss that a model computed."""
+    loss = getattr(result, "loss", None) if not isinstance(result, Tensor) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"loss= is needed: the model returns {type(result).__name__} without a scalar loss"
+        )
+    return loss
+
+
+def rows_of(values: Any) -> int:
+    """The rows of a batch, or of a microbatch.
+
+    Raises:
+        ValueError: Tensors have different numbers of rows, or there is none.
+    """
+    leaves = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
+    rows = {each.shape[0] if each.dim() else -1 for each in leaves}
+    if len(rows) != 1 or -1 in rows:
+        shapes = ", ".join(str(list(each.shape)) for each in leaves) or "no tensor"
+        raise ValueError(
+            f"inputs and target are cut along dim 0, and need equally many rows there, got "
+            f"{shapes}: what has no rows belongs into the model, or into the loss"
+        )
+    return rows.pop()
+
+
+def _microbatches(values: Any, count: int) -> list[Any]:
+    rows = rows_of(values)
+    if rows < count:
+        raise ValueError(
+            f"the batch has {rows} rows, and the schedule {count} microbatches: each needs a row"
+        )
+    leaves, spec = tree_flatten(values)
+    cut = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in leaves]
+    return [tree_unflatten([each[number] for each in cut], spec) for number in range(count)]
+
+
+def _weights(targets: Sequence[Any], rows: Sequence[int], weight: Weight) -> list[float]:
+    if weight == "sum":
+        return [1.0] * len(rows)
+    if weight == "rows":
+        return [each / sum(rows) for each in rows]
+    if not callable(weight):
+        raise ValueError(f'weight is "rows", "sum" or a function of the target, got {weight!r}')
+    counts = [float(weight(each)) for each in targets]
+    return [each / sum(counts) for each in counts]
+
+
+def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
+    """The loss of the whole batch, if it is not the microbatches' together; else 0."""
+    assert run.loss is not None
+    with torch.no_grad():
+        results = _joined([run.results[number] for number in range(len(run.microbatches))])
+        whole = run.loss(results, *(() if target is None else (target,)))
+    close = 64 * torch.finfo(whole.dtype).eps
+    return 0.0 if torch.allclose(whole, total, rtol=close, atol=close) else float(whole)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One result of the results of microbatches: tensors with rows one after the other."""
+
+    def join(*each: Any) -> Any:
+        if isinstance(each[0], Tensor):
+            return torch.cat(each) if each[0].dim() else torch.stack(each).mean()
+        return each[0]
+
+    return tree_map(join, *parts)

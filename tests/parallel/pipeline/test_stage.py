@@ -1,0 +1,125 @@
+"""What crosses the cuts of a model, and what cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parallel.pipeline.models import alone, assert_equal, batch, piped, seeded, stages_of
+from tilework.parallel import Schedule
+from tilework.testing import run_ranks
+
+plan = Schedule.one_forward_one_backward(2, 3)
+
+
+class Chain(nn.Module):
+    """Four layers, and a function that calls them."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), Last()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.how(self, x)
+        return result
+
+
+class Last(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+
+def chain(how: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Chain(how)
+
+
+def _skips(m: Any, x: Tensor) -> Any:
+    a = m.a(x)
+    b = m.b(a) * (x.sum(1, keepdim=True) > 0)
+    return m.d(m.c(b) + a + x)
+
+
+@pytest.mark.parametrize("split", [["b"], ["c"], ["d"]])
+def test_values_that_skip_stages_go_along(split: list[str]) -> None:
+    _, grads = piped(plan, chain(_skips), split)
+    assert_equal(grads, alone(3, chain(_skips))[1])
+
+
+def test_what_crosses_is_printed() -> None:
+    def program(rank: int) -> str:
+        example = (batch(2)[0],)
+        return str(stages_of(seeded(chain(_skips)), plan, ["c"], example=example))
+
+    assert run_ranks(2, program)[0] == (
+        "stage 0: a, b\nstage 1: c, d\n"
+        "stage 0 to 1: argument 0 of c (2x3 float32), a (2x3 float32): 48 B"
+    )
+
+
+def _twice(m: Any, x: Tensor) -> Any:
+    return m.d(m.a(m.c(m.b(m.a(x)))))
+
+
+def _weight(m: Any, x: Tensor) -> Any:
+    return m.d(m.c(m.b(m.a(x))) @ m.a.weight)
+
+
+def _made_between(m: Any, x: Tensor) -> Any:
+    double = m.a(x) * 2
+    return m.d(m.c(m.b(double)) + double)
+
+
+def _branch(m: Any, x: Tensor) -> Any:
+    a = m.b(m.a(x))
+    return m.d(m.c(a if a.sum() > 0 else -a))
+
+
+def _sizes(m: Any, x: Tensor) -> Any:
+    a = m.b(m.a(x))
+    return m.d(m.c(a[a[:, 0] > 0]))
+
+
+def _draws(m: Any, x: Tensor) -> Any:
+    keep = torch.rand(x.shape)
+    return m.d(m.c(m.b(m.a(x * keep))) * keep)
+
+
+def _writes(m: Any, x: Tensor) -> Any:
+    a = m.b(m.a(x))
+    c = m.c(a)
+    a.mul_(2)
+    return m.d(c + a)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (_twice, "a is in stage 0, and the model calls it in stage 1"),
+        (_weight, "a.weight is in stage 0, and stage 1 uses it, at .*test_stage.py"),
+        (_made_between, "makes at .*test_stage.py.* is used in stage 1, and is neither"),
+        (_branch, "needs the values of a tensor that stage 0 makes"),
+        (_sizes, "needs the values of a tensor that stage 0 makes"),
+        (_draws, "draws random numbers before stage 1"),
+        (_writes, "writes in stage 1 to a tensor that stage 0 makes"),
+    ],
+)
+def test_what_a_stage_cannot_do_alone_is_refused_by_name(how: Any, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        piped(plan, chain(how), ["c"])
+
+
+def test_a_part_is_named_as_the_model_and_cannot_be_called_alone() -> None:
+    def program(rank: int) -> None:
+        (part,) = stages_of(seeded(chain(_skips)), plan, ["c"]).parts
+        assert isinstance(part, Chain)
+        assert next(iter(part.state_dict())) == ("a.weight", "c.weight")[rank]
+        other = part.c if rank == 0 else part.a
+        with pytest.raises(RuntimeError, match="call the stages by"):
+            other(torch.ones(1, 3))
+
+    run_ranks(2, program)

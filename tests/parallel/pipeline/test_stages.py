@@ -1,0 +1,166 @@
+"""Pipelines beside one process: losses, gradients, arguments, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.parallel.pipeline.models import (
+    Listed,
+    Net,
+    alone,
+    assert_equal,
+    batch,
+    piped,
+    seeded,
+    stages_of,
+    together,
+)
+from tilework.parallel import Schedule
+from tilework.parallel.clip_grad import clip_grad_norm_
+from tilework.testing import run_ranks
+
+one_f_one_b = Schedule.one_forward_one_backward
+
+
+@pytest.mark.parametrize("make", [Schedule.gpipe, one_f_one_b, Schedule.interleaved])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (2, 9), (3, 2), (4, 4)])
+def test_a_step_has_the_bits_of_one_process(make: Any, ranks: int, microbatches: int) -> None:
+    losses, grads = piped(make(ranks, microbatches))
+    loss, expected = alone(microbatches)
+    assert losses == {loss}
+    assert_equal(grads, expected)
+
+
+def test_the_last_microbatch_may_be_shorter() -> None:
+    losses, grads = piped(one_f_one_b(2, 4), rows=11)
+    loss, expected = alone(4, rows=11)
+    assert losses == {loss}
+    assert_equal(grads, expected)
+
+
+def test_modules_may_be_listed_in_another_order_than_they_run_in() -> None:
+    plan = one_f_one_b(2, 2)
+    _, grads = piped(plan, Net, ["layers.5"], example=(batch(2)[0],))
+    assert_equal(grads, alone(2, Net)[1])
+    with pytest.raises(RuntimeError, match="last is in stage 0, and the model calls it in stage 1"):
+        piped(plan, Net, ["layers.5"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3))
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x + self.shift)))))
+
+
+def trained(kind: Any, plan: Schedule | None, split: Any = "even", clip: float = 0) -> list[Any]:
+    """Losses, norms and parameters after three steps, piped or (without a plan) in one process."""
+
+    def program(rank: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+        model = seeded(kind)
+        stages: Any = model if plan is None else stages_of(model, plan, split)
+        optimizer = torch.optim.SGD([{"params": stages.parameters()}], lr=0.1, momentum=0.9)
+        (x, target), losses, norms = batch(), [], []
+        for number in range(3):
+            if number != 1:  # gradients of two steps add up
+                optimizer.zero_grad()
+            if plan is None:
+                loss = F.mse_loss(model(x), target)
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                loss = stages.step(x, target=target, loss=F.mse_loss)
+            norms += [clip_grad_norm_(stages.parameters(), clip).item()] if clip else []
+            losses.append(loss.item())
+            optimizer.step()
+        named = stages.named_parameters(remove_duplicate=False)
+        return losses, norms, {name: p.detach() for name, p in named}
+
+    outcomes = run_ranks(plan.ranks if plan else 1, program)
+    return [outcomes[-1][0], outcomes[0][1], together(each for *_, each in outcomes)]
+
+
+@pytest.mark.parametrize("split", [["b"], ["b", "c"]])
+def test_tied_parameters_get_the_gradients_of_all_their_stages(split: list[str]) -> None:
+    got = trained(Tied, one_f_one_b(len(split) + 1, 3), split, clip=0.1)
+    torch.testing.assert_close(got, trained(Tied, None, clip=0.1))
+
+
+def test_clipping_takes_the_norm_over_all_stages() -> None:
+    got = trained(Listed, one_f_one_b(3, 2), clip=0.5)
+    torch.testing.assert_close(got, trained(Listed, None, clip=0.5))
+
+
+def _frozen() -> nn.Module:
+    model = Listed()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("first", "layers.0.", "layers.1.")))
+    return model
+
+
+def test_frozen_stages_get_no_gradients() -> None:
+    _, grads = piped(one_f_one_b(4, 3), _frozen)
+    assert_equal(grads, alone(3, _frozen)[1])
+
+
+def test_ranks_evaluate_what_one_process_does() -> None:
+    def program(rank: int) -> tuple[Tensor, Tensor]:
+        stages = stages_of(seeded(), Schedule.interleaved(2, 2)).eval()
+        x, target = batch()
+        return stages.evaluate(x), stages.evaluate(x, target=target, loss=F.mse_loss)
+
+    x, target = batch()
+    expected = seeded()(x)
+    for result, loss in run_ranks(2, program):
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(loss, F.mse_loss(expected, target))
+
+
+LABELS = torch.tensor([0, 1, -100, 1, 1, 0, -100, 1, 1, 1, 0, 1])
+
+
+def _with_labels(weight: Any) -> list[float]:
+    def program(rank: int) -> float:
+        options: Any = {"loss": F.cross_entropy, "weight": weight}
+        stages = stages_of(seeded(), one_f_one_b(2, 3))
+        return stages.step(batch()[0], target=LABELS, **options).item()
+
+    return run_ranks(2, program)
+
+
+def test_a_function_counts_the_elements_of_a_mean() -> None:
+    expected = F.cross_entropy(seeded()(batch()[0]), LABELS).item()
+    got = _with_labels(lambda target: (target != -100).sum())
+    assert got == pytest.approx([expected] * 2)
+
+
+@pytest.mark.parametrize(("weight", "text"), [(None, "no mean over rows"), ("mean", "got 'mean'")])
+def test_a_loss_that_is_no_mean_over_rows_needs_a_weight(weight: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _with_labels(weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"x": torch.ones(2, 3)}, "2 rows, and the schedule 3 microbatches"),
+        ({"x": torch.ones(6, 3), "target": torch.ones(5, 2)}, "equally many rows"),
+        ({"x": torch.ones(6, 3), "loss": None}, "its weight must be said"),
+    ],
+)
+def test_bad_arguments_are_refused_on_all_ranks(arguments: Any, text: str) -> None:
+    def program(rank: int) -> None:
+        stages = stages_of(seeded(), one_f_one_b(2, 3))
+        given = {"target": torch.ones(len(arguments["x"]), 2), "loss": F.mse_loss, **arguments}
+        stages.step(given.pop("x"), **given)
+
+    with pytest.raises(ValueError, match=text):
+        run_ranks(2, program)
