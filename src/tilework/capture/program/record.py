@@ -17,7 +17,7 @@ from tilework.capture.program.graph import Graph, Instruction, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import key_of_constant, memory_layout_of
-from tilework.capture.program.vote import Way
+from tilework.capture.program.same_program import Way
 from tilework.comm import provenance_digest
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor

@@ -20,7 +20,7 @@ from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.provenance.meaning import Moved, TensorText, moving
+from tilework.dtensor.provenance.digests import Moved, TensorText, moving
 from tilework.dtensor.random import philox
 from tilework.dtensor.redistribution.redistribute import gradient_of
 from tilework.dtensor.rules.attention_blocks import (

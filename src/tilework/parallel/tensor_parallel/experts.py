@@ -133,7 +133,7 @@ def _forward(module: nn.Module, *inputs: Any, **named: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Dispatch:
-    """Who sends how many rows to which expert: ``sent[rank][expert]``, after drops."""
+    """The rows that each rank sends to each expert: ``sent[rank][expert]``, after drops."""
 
     routed: list[list[int]]
     sent: list[list[int]]
@@ -160,7 +160,7 @@ def _plus(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 @dataclass
 class _Balance:
-    """What a forward says of balance: rows and weight by expert, of this rank's rows."""
+    """The balance in a forward: rows and weight by expert, of this rank's rows."""
 
     counts: Tensor
     weight: Tensor
@@ -188,7 +188,7 @@ class _Experts:
 
     @property
     def layout(self) -> Placement:
-        """What a plain tensor is along the axis."""
+        """The placement of a plain tensor along the axis."""
         return Replicate() if self.style.dispatch == "replicate" else Shard(0)
 
     def run(self, module: nn.Module, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ class _Experts:
 
 
 def _summed(placements: list[Placement] | None, axis: int) -> Placement:
-    """How an expert's gradient lies along another axis: partial where the axis shards rows."""
+    """The layout of an expert's gradient along another axis: partial where it shards rows."""
     if placements is None or placements[axis].is_replicate():
         return Replicate()
     return Partial()
@@ -428,7 +428,7 @@ def balance_loss(
     router_logits: Sequence[Tensor] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """How unevenly the router uses the experts: 1 if evenly, up to the number of experts.
+    """The unevenness of the router's choices: 1 if even, at most the number of experts.
 
     For each module of :class:`ExpertParallel` the number of experts times the sum, over experts, of
     the share of places that went there and the mean weight that rows gave there (Switch
@@ -580,7 +580,7 @@ class ExpertReport:
 
 
 def expert_report(model: nn.Module) -> ExpertReport:
-    """Who had how many rows in the last forward of each module of experts. Local.
+    """The rows by expert and rank in the last forward of each module of experts. Local.
 
     Args:
         model: A model with modules of :class:`ExpertParallel`.
