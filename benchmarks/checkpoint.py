@@ -47,9 +47,9 @@ from torch.distributed.tensor import Shard as TheirShard
 
 import tilework.distributed as dist
 from tilework import checkpoint
+from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.save_planning import TensorToSave, assign_writers
-from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.storage import late_close
 from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from tilework.layout import Box

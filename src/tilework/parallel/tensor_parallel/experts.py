@@ -264,11 +264,8 @@ class _Experts:
         mine = slice(offsets[rank], offsets[rank] + sizes[rank])
         outgoing = [sum(sent[rank][o : o + n]) for o, n in zip(offsets, sizes, strict=True)]
         incoming = [sum(row[mine]) for row in sent]
-        # The view has no memory of its own; its gradient sums the places of a row in their order.
-        spread = rows.unsqueeze(1).expand(size, top, rows.shape[1])
-        received = all_to_all_single(
-            spread[kept // max(top, 1), kept % max(top, 1)], incoming, outgoing, group
-        )
+        leaving = _Spread.apply(rows, kept, top)  # type: ignore[no-untyped-call]
+        received = all_to_all_single(leaving, incoming, outgoing, group)
         numbers = torch.arange(sizes[rank], device=flat.device, dtype=flat.dtype)
         times = torch.tensor([n for row in sent for n in row[mine]], dtype=torch.long)
         local_ids = numbers.repeat(len(sent)).repeat_interleave(times.to(flat.device))
@@ -284,7 +281,7 @@ class _Experts:
                 f"{list(received.shape)}, got {list(done.shape)}"
             )
         back = all_to_all_single(done, outgoing, incoming, group)
-        home = back.new_zeros(size * top, rows.shape[1]).index_put((kept,), back)
+        home = back.new_zeros(size * top, rows.shape[1]).index_copy(0, kept, back)
         shares = home.view(size, top, rows.shape[1]) * weights.unsqueeze(-1)
         result = shares.sum(1).to(rows.dtype)
         self._keep_balance(result)
@@ -394,6 +391,22 @@ def _kept(flat: Tensor, sent: Sequence[int]) -> Tensor:
     expert = flat[order]
     place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[expert]
     return order[place < torch.tensor(sent, device=flat.device)[expert]]
+
+
+class _Spread(torch.autograd.Function):
+    """The row of each place that is sent; gradients of a row's places are summed in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: Tensor, top: int) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.sizes = len(rows), top
+        return rows.index_select(0, kept // max(top, 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (kept,), (size, top), (grad,) = ctx.saved_tensors, ctx.sizes, grads
+        home = grad.new_zeros(size * top, grad.shape[1]).index_copy_(0, kept, grad)
+        return home.view(size, top, grad.shape[1]).sum(1), None, None
 
 
 class _WithoutRows(torch.autograd.Function):
