@@ -22,7 +22,7 @@ from tilework.comm.making.group_plan import identity_on, told_to_all
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.waits.cycles import notice_cycles
-from tilework.comm.waits.group import MEANS_ERRORS, GroupWait, lack_of_means
+from tilework.comm.waits.group import GroupWait, lack_of_means
 from tilework.comm.waits.late import notice_late_ranks
 from tilework.comm.world import (
     AnyGroup,
@@ -35,9 +35,6 @@ from tilework.comm.world import (
 )
 from tilework.errors import (
     CollectiveMismatchError,
-    DistError,
-    DistNetworkError,
-    StoreTimeoutError,
 )
 from tilework.rendezvous import rendezvous
 from tilework.rendezvous.internal import EndedRanks
@@ -510,22 +507,6 @@ def _agree(
     wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None = None
 ) -> None:
     """Wait for all ranks, and check that they ask for the same group. Calls ``check`` meanwhile."""
-    with answers_within(limit):
-        try:
-            _meet(wait, asked, limit, check)
-        except DistNetworkError as error:
-            raise wait.explain(error) from error
-        except StoreTimeoutError:  # the server does not answer: other ranks cannot be informed
-            raise
-        except DistError as error:
-            wait.fail(error)  # unless another rank failed first
-            wait.part()
-            raise
-        except MEANS_ERRORS as error:
-            raise wait.without_means(error) from error
-
-
-def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None) -> None:
     store, name, me = wait.store, wait.name, wait.me
 
     def meanwhile(missing: Collection[int]) -> None:
@@ -533,20 +514,21 @@ def _meet(wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], Non
             check()
         wait.meanwhile(missing)
 
-    first = store.compare_set("asked", "", f"rank {me} asks for {asked}").decode()
-    if first.partition(" asks for ")[2] != asked:
-        store.set(
-            "disagreement",
-            f"ranks disagree on group {name!r}: rank {me} asks for {asked}, but {first}. "
-            f"Make the same groups in the same order with the same arguments on every rank",
-        )
-    position, count = wait.ranks.index(me), len(wait.ranks)
-    wait.barrier = barrier = Barrier(store, name, count, message=wait.roll)
-    told = meet(position, barrier, limit, limit / 2, meanwhile)
-    if wait.watch is not None:
-        wait.watch.learn(told.decode())
-    if store.check(["disagreement"]):
-        raise CollectiveMismatchError(store.get("disagreement").decode())
+    with answers_within(limit), told_to_all(wait):
+        first = store.compare_set("asked", "", f"rank {me} asks for {asked}").decode()
+        if first.partition(" asks for ")[2] != asked:
+            store.set(
+                "disagreement",
+                f"ranks disagree on group {name!r}: rank {me} asks for {asked}, but {first}. "
+                f"Make the same groups in the same order with the same arguments on every rank",
+            )
+        position, count = wait.ranks.index(me), len(wait.ranks)
+        wait.barrier = barrier = Barrier(store, name, count, message=wait.roll)
+        told = meet(position, barrier, limit, limit / 2, meanwhile)
+        if wait.watch is not None:
+            wait.watch.learn(told.decode())
+        if store.check(["disagreement"]):
+            raise CollectiveMismatchError(store.get("disagreement").decode())
 
 
 def new_subgroups(
