@@ -44,7 +44,7 @@ from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
-from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork
+from tilework.torch_backend.work import DoneWork, TorchWork
 
 _c10d: Any = torch._C._distributed_c10d
 _OPS: dict[Any, AnyReduceOp] = {
@@ -211,8 +211,8 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._leave = weakref.finalize(self, self._world.close)
         self._group = _make_group(self._world, request, options)
         self._devices = OtherDevices(self, request.store, request.timeout, options)
-        self._block: list[AnyWork] | None = None
-        self._handed_out: deque[AnyWork] = deque()
+        self._block: list[TorchWork] | None = None
+        self._handed_out: deque[TorchWork] = deque()
 
     def _kept(self, result: Any) -> Any:
         """Keep ``result`` alive: up to torch 2.6, C++ loses the Python part of a Work."""
@@ -234,7 +234,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         name: str,
         start: Callable[[], Work | None],
         finish: Callable[[], None] | None = None,
-    ) -> AnyWork:
+    ) -> TorchWork:
         """Start operation ``name``; ``finish`` runs before any wait for it returns."""
         for output in outputs:
             if output.grad_fn is not None:
@@ -242,12 +242,12 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         work = start()
         if work is None and finish is not None:
             finish()
-        ours = DoneWork(outputs) if work is None else RunningWork(work, self._group, finish)
+        ours = DoneWork(outputs) if work is None else TorchWork(work, self._group, finish)
         if self._block is not None:
             self._block.append(ours)
         return ours
 
-    def _collective(self, form: Form, args: Sequence[Any], opts: Any) -> AnyWork:
+    def _collective(self, form: Form, args: Sequence[Any], opts: Any) -> TorchWork:
         """Run a collective for torch; a mean of integers drops the fraction."""
         (operation,) = form.operations(args)
         if form.root:
@@ -276,9 +276,9 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             operation.reduce_op = ReduceOp.SUM
             return self._run(outputs, form.name, run, divide)
 
-    def as_one(self, works: Sequence[Any]) -> AnyWork:
+    def as_one(self, works: Sequence[Any]) -> TorchWork:
         """A Work that is done when all of ``works`` are done."""
-        return works[0] if len(works) == 1 else RunningWork(SeveralWorks(works), self._group)
+        return works[0] if len(works) == 1 else TorchWork(SeveralWorks(works), self._group)
 
     def _global(self, rank: int) -> int:
         """The global rank of group rank ``rank``, since tilework's operations take global ranks."""
@@ -300,20 +300,20 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     # torch's own programs send [] into [1]: messages have a dtype and a number of elements.
 
     @_on_cpu
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> AnyWork:
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TorchWork:
         source = tensors[0].reshape(-1)
         start = partial(operations.isend, source, self._global(dst), self._group, tag)
         return self._run([], "isend", start)
 
     @_on_cpu
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> AnyWork:
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TorchWork:
         return self._receive(tensors, src=self._global(src), tag=tag)
 
     @_on_cpu
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> AnyWork:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
         return self._receive(tensors, tag=tag)
 
-    def _receive(self, tensors: list[Tensor], **source: Any) -> AnyWork:
+    def _receive(self, tensors: list[Tensor], **source: Any) -> TorchWork:
         tensor, finish = tensors[0].detach(), None
         if tensor.is_contiguous():
             memory = tensor.view(-1)
@@ -324,9 +324,9 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._run(tensors, "irecv", start, finish)
 
     @_on_cpu
-    def barrier(self, opts: Any = None) -> AnyWork:
+    def barrier(self, opts: Any = None) -> TorchWork:
         options = Options(timeout=time_limit(opts), asyncOp=is_async(opts))
-        return RunningWork(self._group.barrier(options), self._group)
+        return TorchWork(self._group.barrier(options), self._group)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -356,7 +356,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         self._block = []
 
-    def _end_coalescing(self, device: torch.device) -> AnyWork:
+    def _end_coalescing(self, device: torch.device) -> TorchWork:
         works, self._block = self._block or [], None
         return self.as_one(works)
 
@@ -440,7 +440,7 @@ def _fill(tensor: Tensor, memory: Tensor) -> None:
 def _add_collective(form: Form) -> None:
     count = len(form.sides) + 2 * form.has_rows
 
-    def call(self: TorchProcessGroup, *args: Any, opts: Any = None) -> AnyWork:
+    def call(self: TorchProcessGroup, *args: Any, opts: Any = None) -> TorchWork:
         return self._collective(form, args[:count], args[count] if args[count:] else opts)
 
     call.__name__ = _NAMES.get(form.method, form.method)

@@ -10,48 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.contract import CompletedWork, ProcessGroup, Work
 
 _c10d: Any = torch._C._distributed_c10d
 _Future = torch.futures.Future[list[Tensor]]
+#: Held while the rest of an operation runs, which waits for nobody.
+_finishing = threading.Lock()
 
 
-class DoneWork(_c10d.Work):  # type: ignore[misc]
-    """An operation that was done before its call returned."""
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Do nothing: the operation is done."""
-
-    def block_current_stream(self) -> None:
-        """Do nothing: there are no streams on a CPU."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return list(self._outputs)
-
-    def get_future(self) -> _Future:
-        future: _Future = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
-
-class RunningWork(_c10d.Work):  # type: ignore[misc]
-    """An operation that may still run. If it fails, :meth:`wait` raises tilework's own error.
+class TorchWork(_c10d.Work):  # type: ignore[misc]
+    """An operation, which may still run. If it fails, :meth:`wait` raises tilework's own error.
 
     Args:
         work: The operation.
@@ -66,19 +34,18 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
         self._work = work
         self._group = group
         self._finish = finish
-        self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         done = self._work.wait(timeout or None)  # C++ writes "none" as zero
-        self._end()
+        if self._finish is not None:
+            self._end()
         return done
 
     def _end(self) -> None:
-        if self._finish is not None:
-            with self._lock:
-                finish, self._finish = self._finish, None
-                if finish is not None:
-                    finish()
+        with _finishing:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
 
     def synchronize(self) -> None:
         """Wait until the operation is done: a CPU has no stream to order after it."""
@@ -122,4 +89,18 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
         return value
 
 
-AnyWork = DoneWork | RunningWork
+class DoneWork(TorchWork):
+    """An operation that was done before its call returned: the usual case, and quick."""
+
+    _finish = None
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        _c10d.Work.__init__(self)
+        self._outputs = outputs
+
+    @property
+    def _work(self) -> Work:  # type: ignore[override]
+        return CompletedWork(self._outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
