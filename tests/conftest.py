@@ -59,7 +59,7 @@ ROWS = {
     r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py",
     "simulation": "tests/csrc/simulation/",
     "compilers": r"tests/(capture/test_(inductor|modules)|models/test_captured|comm/functional/"
-    r"test_tracing)\.py|parallel/test_composition.py::test_compiled",
+    r"test_running_tracing)\.py|parallel/test_composition.py::test_compiled",
     "transformers": r"tests/models/|hugging-face",
     "databases": r"tests/dtensor/(op_db|module_db)/|tests/csrc/python/test_operator_call.py",
     "sources": r"tests/test_(layers|structure|style)\.py",
