@@ -1,8 +1,8 @@
 """A store's contents and who waits for them, without locks or sockets.
 
 :class:`HashStore`, :class:`FileStore` and the server behind :class:`TCPStore` hold one each, so
-the meaning of every operation is written once. Calls come from one thread at a time: each
-owner sees to that.
+the meaning of every operation is written once (see :mod:`.requests`). Calls come from one thread at
+a time: each owner sees to that.
 """
 
 from __future__ import annotations
