@@ -21,8 +21,8 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether operators on plain tensors mean one thing only.
 
     They do not where one reads some of the elements that it writes by way of another view: torch
-    refuses it only of dense tensors. Nor are programs fair where torch gives ``out=`` another
-    shape, or casts to another dtype: DTensors take ``out=`` as the result is.
+    refuses it only of dense tensors. Nor are programs fair where torch gives ``out=`` with
+    elements another shape, or casts to another dtype: DTensors refuse such an ``out=``.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(_is_torn(target, other) for target in written for other in read):
             self.is_fair = False
         self.written |= {x.untyped_storage()._cdata for x in written if x.numel()}
-        before = [x.shape for x in written]
+        before = [(x.shape, x.untyped_storage().nbytes()) for x in written]
         if "out" in func._overloadname:
             kinds = {x.dtype for x in read if x.is_floating_point() or x.is_complex()}
             self.is_fair &= all(kinds <= {x.dtype} for x in written)
         result = func(*args, **(kwargs or {}))
         if func in _COPIES and result.numel() == args[0].numel():
             self.copies[result.untyped_storage()._cdata] = result, args[0]
-        for target, shape in zip(written, before, strict=True):
-            if target.shape != shape:
+        for target, (shape, size) in zip(written, before, strict=True):
+            if size and target.shape != shape:
                 self.is_fair = False
         return result
 

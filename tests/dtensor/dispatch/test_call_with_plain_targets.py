@@ -106,7 +106,7 @@ TARGETS: dict[str, Callable[[Any, Any], Any]] = {
     "setitem with a mask": lambda p, x: operator.setitem(p, torch.tensor([False, True]), x[:1]),
     "augmented setitem": lambda p, x: operator.setitem(p, 1, p[1].__iadd__(x[0])),
     "out=": lambda p, x: torch.add(x, 1, out=p),
-    "out= of bools": lambda p, x: torch.gt(x, 1, out=p),
+    "out= of bools": lambda p, x: torch.gt(x, 1, out=p > 0),
     "out= of several": lambda p, x: torch.sort(x, 0, out=(p, x.long())),
     "out= of another shape": lambda p, x: torch.sum(x, 1, out=p.resize_(0)),
     "foreach": lambda p, x: torch._foreach_add_([p], [x]),

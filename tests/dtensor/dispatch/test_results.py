@@ -13,7 +13,9 @@ from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 
-def test_out_has_the_shape_and_the_dtype_of_the_result() -> None:
+def test_out_has_the_dtype_of_the_result_and_the_shape_or_no_elements() -> None:
+    compare("v0 = data((0,), 84, 'R')\ntorch.add(data((4,), 1, 'S0'), 1.0, out=v0)")
+
     def on_rank(rank: int) -> None:
         x: Any = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
         for out in (x[3:3], x.clone()[:2], torch.stack([x, x]), x.double(), torch.zeros(4).int()):

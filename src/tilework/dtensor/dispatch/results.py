@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.checked_writes import check_apart, check_write
@@ -261,11 +262,12 @@ def check_out(name: str, out: Tensor, value: Tensor) -> None:
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "
             f"but one of the arguments requires grad"
         )
-    if out.dtype != value.dtype or (isinstance(out, DTensor) and out.shape != value.shape):
+    grows = not out.numel() and not moved_views.is_view(out) if isinstance(out, DTensor) else True
+    if out.dtype != value.dtype or not (out.shape == value.shape or grows):
         raise RuntimeError(
             f"{name} with out= of shape {list(out.shape)} and {out.dtype} for a result of shape "
-            f"{list(value.shape)} and {value.dtype}: pass a tensor of the result's shape and "
-            f"dtype, or call {name} without out="
+            f"{list(value.shape)} and {value.dtype}: pass a tensor of the result's dtype, "
+            f"and of that shape or without elements, or call {name} without out="
         )
 
 
@@ -283,6 +285,9 @@ def write_out(out: Any, value: Any, name: str) -> None:
         return
     if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
         value = replicated(value, out._spec.mesh)
+    if out.shape != value.shape:
+        gradients.set_data(out, value)
+        return
     if out._view_of is not None:
         moved_views.check_fresh(out)
     check_write(name, out)
