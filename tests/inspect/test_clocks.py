@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ import pytest
 from tests.inspect.jobs import MS, operation, write_rank
 from tilework.inspect import Timeline, read_timeline
 from tilework.inspect.events import trace_events
+from tilework.inspect.reading import read_file
+from tilework.testing.hosts import two_hosts as namespaces
+from tilework.testing.hosts import why_no_hosts
 
 
 def two_hosts(folder: Path, shift: int, *, what: int = 1) -> Timeline:
@@ -58,3 +64,50 @@ def test_arrows_shorter_than_the_error_are_named(tmp_path: Path) -> None:
         e["name"] for e in trace_events(read_timeline(tmp_path))["traceEvents"] if e["ph"] == "s"
     }
     assert names == {"awaited (shorter than the clocks' error)"}
+
+
+#: Shifts the monotonic clock by 3 s, and no other.
+SHIFTED = ("unshare", "--time", "--monotonic", "3", "--fork")
+
+
+def why_no_clocks() -> str | None:
+    """The reason why two hosts with different clocks cannot be made here; None if they can."""
+    if shutil.which("unshare") is None:
+        return "unshare is not installed"
+    if subprocess.run([*SHIFTED, "true"], capture_output=True).returncode:
+        return "this system lets nobody make time namespaces"
+    return why_no_hosts()
+
+
+PROGRAM = """
+import sys, time, tilework.distributed as dist
+from tilework.inspect import trace
+from tilework.testing.hosts import Host, joined
+rank, *hosts = sys.argv[1:]
+with joined([Host(*host.split()) for host in hosts], (0, 1), int(rank)):
+    with trace("trace"):
+        for step in range(40):
+            time.sleep(0.01 * (step % 2 == int(rank)))
+            dist.barrier()
+"""
+
+
+@pytest.mark.skipif(why_no_clocks() is not None, reason=str(why_no_clocks()))
+def test_clocks_of_two_namespaces_are_aligned_within_the_error_stated(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(PROGRAM)
+    with namespaces() as hosts:
+        told = [f"{host.name} {host.interface} {host.address}" for host in hosts]
+        commands = [
+            (*shift, sys.executable, "rank.py", str(rank), *told)
+            for rank, shift in enumerate([(), SHIFTED])
+        ]
+        jobs = [subprocess.Popen(command, cwd=tmp_path) for command in commands]
+        assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+    raw = [read_file(tmp_path / "trace" / f"rank-{rank}.jsonl") for rank in (0, 1)]
+    assert abs(raw[1].began - raw[0].began - 3e9) < 2e9  # the clocks do differ
+    timeline = read_timeline(tmp_path / "trace")
+    assert "another host, whose clock is known to" in timeline.problems[0]
+    # Both namespaces have one wall clock, which tells where operations ought to be.
+    ours, theirs = (trace.operations[0].entered for trace in timeline.ranks)
+    ought = [trace.wall + trace.operations[0].entered for trace in raw]
+    assert abs((theirs - ours) - (ought[1] - ought[0])) <= timeline.ranks[1].clock_error + 1e6

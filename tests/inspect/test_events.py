@@ -23,6 +23,7 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "M": {"args": dict},
     "s": {"id": int, "cat": str},
     "C": {"args": dict},
+    "i": {"s": str},
     "f": {"id": int, "cat": str, "bp": str},
 }
 OF_ALL: dict[str, type | tuple[type, ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ def test_a_rank_that_is_late_now_and_then_is_not_late_at_the_line(tmp_path: Path
         lines = [operation(n, 10 * n + 6 * (n % 2 == rank), 10 * n + 7) for n in range(1, 20)]
         write_rank(tmp_path, rank, [*lines, ["z", 300 * MS]])
     assert summarize(read_timeline(tmp_path)).late == ()
+
+
+def test_a_rank_that_is_late_in_a_call_of_each_step_is_named_with_the_call(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        lines: list[list[Any]] = []
+        for step in range(12):
+            for call in range(4):  # of one line; rank 1 is late in the third
+                at = 40 * step + 10 * call
+                lines.append(operation(4 * step + call + 1, at + 5 * (rank and call == 2), at + 6))
+            lines.append(["s", (40 * step + 38) * MS])
+        write_rank(tmp_path, rank, [*lines, ["z", 480 * MS]])
+    summary = summarize(read_timeline(tmp_path))
+    assert [(late.rank, late.place, late.operations) for late in summary.late] == [(1, (3, 4), 12)]
+    assert ", call 3 of 4 in each step; own time 9.0 ms, others 4.0 ms" in str(summary)
 
 
 def test_one_long_delay_is_told(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def move(trace: RankTrace, by: int) -> None:
         for name in ("waited", "finished", "ended"):
             moment = getattr(op, name)
             setattr(op, name, moment and moment + by)
+    trace.steps = [moment + by for moment in trace.steps]
     trace.memory = [(moment + by, sizes) for moment, sizes in trace.memory]
     for span in trace.spans:
         span.start, span.end = span.start + by, span.end + by

@@ -37,7 +37,7 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     events += _arrows(timeline, places)
     for trace in timeline.ranks:
         events += _spans(trace, tracks[trace.rank], of_torch=True)
-        events += _memory(trace)
+        events += _moments(trace)
     named = [event for each in tracks.values() for event in each.names()]
     other = {"problems": timeline.problems, "written by": "tilework trace"}
     return {"traceEvents": named + events, "displayTimeUnit": "ms", "otherData": other}
@@ -125,7 +125,10 @@ def _spans(trace: RankTrace, tracks: _Tracks, of_torch: bool) -> Iterator[Event]
             yield _slice(span.name, kind, trace.rank, track, span.start, span.end, **told)
 
 
-def _memory(trace: RankTrace) -> Iterator[Event]:
+def _moments(trace: RankTrace) -> Iterator[Event]:
+    for moment in trace.steps:
+        step = {"ph": "i", "name": "step", "s": "p", "pid": trace.rank, "tid": 0}
+        yield step | {"ts": moment / 1000}
     for moment, sizes in trace.memory:
         counter = {"ph": "C", "name": "memory", "pid": trace.rank, "tid": 0}
         yield counter | {"ts": moment / 1000, "args": sizes}

@@ -8,6 +8,7 @@ The first line is the header. Each other line is a list that begins with the kin
   bytes: an operation; a later line of the same group and key replaces an earlier
 - ``"b"``, thread, time, name: a span begins; ``"e"``, thread, time: the thread's last span ends
 - ``"p"``, thread, start, end, name: an event of torch's profiler, whose threads are below zero
+- ``"s"``, time: a step is over
 - ``"m"``, time, bytes by use: the memory of the rank's tensors
 - ``"h"``, thread, name: a thread
 - ``"l"``, operations, spans: how many are missing so far
@@ -28,6 +29,8 @@ MOST_BYTES: Final = 256 << 20
 #: Of a job's files, no more is read.
 MOST_READ_BYTES: Final = 256 << 20
 MOST_TEXT_CHARS: Final = 2000
+#: The name of the spans of captured steps.
+CAPTURED: Final = "captured step"
 
 
 class TraceError(ValueError):

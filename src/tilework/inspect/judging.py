@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections import defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from tilework.comm.per_call.internal import (
@@ -27,6 +28,11 @@ from tilework.inspect.timeline import JointOperation, Timeline, innermost
 _MOSTLY: Final = 0.75
 #: and if that makes this part of the trace.
 _LEAST_SHARE: Final = 0.02
+#: A call of each step is judged apart from others of the line if there are so many steps; and as
+#: there are many calls, chance is kept out by asking for more.
+_LEAST_STEPS: Final = 10
+_PLACE_MOSTLY: Final = 0.8
+_PLACE_RATIO: Final = 2.0
 #: The most sentences of a kind.
 _MOST_TOLD: Final = 5
 
@@ -52,6 +58,9 @@ class Late:
     extra: float
     #: The part of the traced time that all other ranks of the group wait for the rank.
     share: float
+    #: If the rank is late in some calls of the line alone: which of the line's equal calls in each
+    #: step, counted from 1, and how many there are.
+    place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,8 @@ class Summary:
 def _late_text(late: Late, seconds: float) -> str:
     inside = f", in {late.span!r}" if late.span else ""
     after = f" (after {late.after})" if late.after else ""
+    if late.place is not None:
+        after += f", call {late.place[0]} of {late.place[1]} in each step"
     return (
         f"rank {late.rank} is waited for {late.share:.0%} of {_time(seconds)}: before "
         f"{late.operation} at {place(late.site) or 'an unknown place'}{after}{inside}; own time "
@@ -223,8 +234,7 @@ class _Judge:
             for rank in own:
                 for numbers in self._by_line(group, rank, common):
                     found = self._late_at(group, rank, numbers)
-                    if found is not None:
-                        yield found
+                    yield from [found] if found is not None else self._late_in(group, rank, numbers)
 
     def _by_line(self, group: TracedGroup, rank: int, common: set[int]) -> Iterator[list[int]]:
         """The numbers of a group's collectives, by the line of the call and of the call before."""
@@ -235,7 +245,27 @@ class _Judge:
             by_line[calls[number - 1].site, op.site, op.name].append(number)
         yield from by_line.values()
 
-    def _late_at(self, group: TracedGroup, rank: int, numbers: Sequence[int]) -> Late | None:
+    def _late_in(self, group: TracedGroup, rank: int, numbers: Sequence[int]) -> Iterator[Late]:
+        """The ranks that are late in some calls of a line: in the same call of each step."""
+        calls, steps = self._calls[group][rank], self._traces[rank].steps
+        by_place: dict[tuple[str, int], list[int]] = defaultdict(list)
+        in_step: Counter[tuple[int, str]] = Counter()
+        for number in numbers:
+            call = calls[number]
+            step = bisect_left(steps, call.entered), call.what
+            in_step[step] += 1
+            by_place[call.what, in_step[step]].append(number)
+        for (what, place), at_place in by_place.items() if steps else ():
+            if len(at_place) < _LEAST_STEPS:
+                continue
+            found = self._late_at(group, rank, at_place, _PLACE_MOSTLY)
+            if found is not None and found.seconds >= _PLACE_RATIO * found.others:
+                most = max(count for (_, of), count in in_step.items() if of == what)
+                yield replace(found, place=(place, most))
+
+    def _late_at(
+        self, group: TracedGroup, rank: int, numbers: Sequence[int], mostly: float = _MOSTLY
+    ) -> Late | None:
         own = self._own[group]
         mine = [own[rank][number] for number in numbers]
         others = [
@@ -243,7 +273,7 @@ class _Judge:
             for number in numbers
         ]
         extra = [a - b for a, b in zip(mine, others, strict=True)]
-        if not self._is_late(mine, others, extra):
+        if not self._is_late(mine, others, extra, mostly):
             return None
         calls = self._calls[group][rank]
         op, before = calls[numbers[0]], calls[numbers[0] - 1]
@@ -263,7 +293,7 @@ class _Judge:
         )
 
     def _is_late(
-        self, mine: Sequence[float], others: Sequence[float], extra: Sequence[float]
+        self, mine: Sequence[float], others: Sequence[float], extra: Sequence[float], mostly: float
     ) -> bool:
         if len(mine) < LEAST_OPERATIONS:
             # Seldom: only what costs much of the whole time tells anything.
@@ -272,7 +302,7 @@ class _Judge:
         return (
             statistics.median(extra) >= LEAST_SECONDS
             and statistics.median(mine) >= RATIO * statistics.median(others)
-            and longer >= _MOSTLY * len(extra)
+            and longer >= mostly * len(extra)
             and sum(extra) >= _LEAST_SHARE * self._timeline.read / 1e9
         )
 

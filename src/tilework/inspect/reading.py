@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from tilework.comm.launching import named, printable
 from tilework.comm.per_call.internal import RUNNING
-from tilework.inspect.format import MARK, MOST_READ_BYTES, VERSION, TraceError
+from tilework.inspect.format import CAPTURED, MARK, MOST_READ_BYTES, VERSION, TraceError
 
 _NAME: Final = re.compile(r"rank-(\d{1,6})(\.\d+)?\.jsonl")
 _MOST_LINE_BYTES: Final = 1 << 20
@@ -120,6 +120,8 @@ class RankTrace:
     limits: dict[str, float]
     operations: list[TracedOperation] = field(default_factory=list)
     spans: list[TracedSpan] = field(default_factory=list)
+    #: When steps of the program were over.
+    steps: list[int] = field(default_factory=list)
     #: The bytes by use, at times.
     memory: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
@@ -315,6 +317,7 @@ class _Reader:
             "b": self._begin,
             "e": self._end,
             "p": self._profiled,
+            "s": self._step,
             "m": self._memory,
             "h": self._thread,
             "l": self._lost,
@@ -342,6 +345,8 @@ class _Reader:
         for spans in self._open.values():
             for span in spans:
                 span.end, span.closed = max(trace.last, span.start), False
+        captured = (span.end for span in trace.spans if span.name == CAPTURED)
+        trace.steps = sorted((*trace.steps, *captured))
         trace.spans.sort(key=lambda span: (span.start, -span.end))
         if not (trace.complete or trace.problems):
             trace.problems.append(
@@ -393,6 +398,9 @@ class _Reader:
         times = _whole(start), _whole(end)
         self._keep(TracedSpan(self._trace.rank, _whole(thread), self._texts[name], *times))
         self._trace.last = max(self._trace.last, end)
+
+    def _step(self, moment: int) -> None:
+        self._trace.steps.append(_whole(moment))
 
     def _memory(self, moment: int, by_use: dict[str, int]) -> None:
         sizes = {printable(str(use))[:40]: _whole(size) for use, size in by_use.items()}

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
+from typing import Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tilework.comm.world import current_world
+from tilework.comm.world import World, current_world
+
+
+@runtime_checkable
+class StepSink(Protocol):
+    """A sink that takes notes of steps."""
+
+    def note_step(self) -> None:
+        """A step of the calling rank is over."""
+        ...
 
 
 @cache
 def count_steps() -> None:
     """Count, from now on, the steps of the optimizer that steps most often. Local.
 
-    The rank's flight records have the number, and ``tilework run --watch`` shows it.
+    The rank's flight records have the number, and ``tilework run --watch`` shows it. In a trace
+    they separate steps. The hook stays: other ranks of the process may go through torch's now.
     """
     steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-    most = 0
+    most: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 
     def count(optimizer: Optimizer, *_: object) -> None:
-        nonlocal most
+        world = current_world()
         steps[optimizer] = mine = steps.get(optimizer, 0) + 1
-        if mine > most:
-            most = mine
-            current_world().notes.steps += 1
+        if mine > most.get(world, 0):
+            most[world] = mine
+            world.notes.steps += 1
+            if isinstance(world.sink, StepSink):
+                world.sink.note_step()
 
     register_optimizer_step_post_hook(count)

@@ -23,6 +23,7 @@ from tilework.comm.per_call.internal import Tail, Timed, What, describe
 from tilework.comm.world import GroupRecord, World, live_worlds
 from tilework.inspect.format import MARK, MOST_BYTES, MOST_TEXT_CHARS, VERSION, TraceError
 from tilework.inspect.profiled import ProfiledEvent, follow_profiler
+from tilework.inspect.steps import count_steps
 from tilework.store import Store
 
 #: Seconds between two looks at the rings: fewer while operations come fast.
@@ -91,6 +92,7 @@ class Writer:
                 f"the folder {str(self.folder)!r} for the trace cannot be made: {error.strerror}"
             ) from None
         follow_profiler()
+        count_steps()
         for world in self._worlds:
             world.sink = self
             for record in list(world.records.values()):
@@ -131,6 +133,11 @@ class Writer:
 
     def end(self) -> None:
         self._add((time.monotonic_ns(), threading.get_ident(), None))
+
+    def note_step(self) -> None:
+        """Write that a step is over."""
+        with self._lock:
+            self._lines.add("s", time.monotonic_ns() - self._began)
 
     def take_profile(self, events: Iterable[ProfiledEvent]) -> None:
         """Write what torch's profiler has seen during the trace."""
@@ -364,9 +371,14 @@ def _digest(text: str) -> str:
 
 
 def _clock() -> str:
-    """An id of the monotonic clock: equal on a host, from start to start."""
+    """An id of the monotonic clock: equal on a host until it starts anew, but for containers that
+    have another time.
+    """
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with suppress(OSError):
+            return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return boot
     return socket.gethostname()
 
 
