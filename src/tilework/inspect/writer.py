@@ -64,6 +64,8 @@ class Writer:
         #: (time, thread, name of the span that begins, or None at an end).
         self._events: deque[tuple[int, int, str | None]] = deque()
         self._lost_spans, self._told_lost = 0, (0, 0)
+        #: Lines and events of torch. Whoever adds takes no lock: it may be a finalizer.
+        self._notes: deque[tuple[object, ...] | ProfiledEvent] = deque()
         #: The memory by use: when it was noted last, and what changed since.
         self._memory_at = 0
         self._memory: dict[str, int] = {}
@@ -136,15 +138,11 @@ class Writer:
 
     def note_step(self) -> None:
         """Write that a step is over."""
-        with self._lock:
-            self._lines.add("s", time.monotonic_ns() - self._began)
+        self._notes.append(("s", time.monotonic_ns() - self._began))
 
     def take_profile(self, events: Iterable[ProfiledEvent]) -> None:
         """Write what torch's profiler has seen during the trace."""
-        with self._lock:
-            for event in events:
-                if event.start >= self._began:
-                    self._lines.profiled(event)
+        self._notes.extend(event for event in events if event.start >= self._began)
 
     def note_memory(self, by_use: Mapping[str, int]) -> None:
         """Write the rank's memory, at most once a millisecond."""
@@ -152,9 +150,8 @@ class Writer:
         self._memory = dict(by_use)
         if now - self._memory_at >= _MEMORY_NANOSECONDS:
             self._memory_at = now
-            with self._lock:
-                self._lines.add("m", now - self._began, self._memory)
-                self._memory = {}
+            self._notes.append(("m", now - self._began, self._memory))
+            self._memory = {}
 
     def _add(self, event: tuple[int, int, str | None]) -> None:
         if len(self._events) < _MOST_EVENTS:
@@ -195,9 +192,11 @@ class Writer:
                 self._lines.operation(number, operation)
         for _ in range(len(self._events)):
             self._lines.event(*self._events.popleft())
-        if self._memory:
-            self._lines.add("m", time.monotonic_ns() - self._began, self._memory)
-            self._memory = {}
+        for _ in range(len(self._notes)):
+            self._lines.note(self._notes.popleft())
+        memory, self._memory = self._memory, {}
+        if memory:
+            self._lines.add("m", time.monotonic_ns() - self._began, memory)
         lost = sum(tail.lost for _, tail in self._tails), self._lost_spans
         if lost != self._told_lost:
             self._told_lost = lost
@@ -299,7 +298,10 @@ class _Lines:
             text = self._text(name)
             self._lines.append(f'["b",{thread},{moment - self._began},{text}]\n')
 
-    def profiled(self, event: ProfiledEvent) -> None:
+    def note(self, event: tuple[object, ...] | ProfiledEvent) -> None:
+        if not isinstance(event, ProfiledEvent):
+            self.add(*event)
+            return
         known = len(self._tracks)
         track = self._tracks.setdefault(event.track, -1 - known)
         if len(self._tracks) > known:
