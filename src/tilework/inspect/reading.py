@@ -202,6 +202,16 @@ class Sample(NamedTuple):
         """True if what happened at a time (in nanoseconds since 1970) is read."""
         return (moment - self.begin) % self.period * self.every < self.period
 
+    def of(self, wall: int, lines: list[bytes]) -> list[bytes]:
+        """The lines, without operations if they all lie between two stretches."""
+        if self.every == 1:
+            return lines
+        ends = [next(filter(None, map(_moment, some)), 0) for some in (lines, reversed(lines))]
+        stretches = {(wall + moment - self.begin) // self.period for moment in ends}
+        if len(stretches) > 1 or any(self.has(wall + moment) for moment in ends):
+            return lines
+        return [line for line in lines if line[2:3] != b"o"]
+
 
 #: All is read.
 _ALL: Final = Sample()
@@ -254,14 +264,25 @@ def read_file(path: Path, most_bytes: int = MOST_READ_BYTES, sample: Sample = _A
     return trace
 
 
+def _chunks(file: BinaryIO) -> Iterator[list[bytes]]:
+    """The lines that are left of a file, many at a time."""
+    rest = b""
+    while data := file.read(_MOST_LINE_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > _MOST_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        yield lines
+    yield [rest] if rest else []
+
+
 def _bounded(file: BinaryIO, trace: RankTrace, most_bytes: int, sample: Sample) -> Iterator[bytes]:
     """The lines to read: operations in the sample, and all others."""
     size = os.fstat(file.fileno()).st_size
     left = most_bytes - file.tell() if sample.every == 1 else 2 * most_bytes
-    while line := file.readline(_MOST_LINE_BYTES):
+    for line in (line for lines in _chunks(file) for line in sample.of(trace.wall, lines)):
         moment = _moment(line) if sample.every > 1 else None
         if moment is None or sample.has(trace.wall + moment):
-            left -= len(line)
+            left -= len(line) + 1
         elif line[2:3] == b"o":
             continue
         if left < 0:

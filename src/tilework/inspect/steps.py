@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilework.comm.world import World, current_world
-
-
-@runtime_checkable
-class StepSink(Protocol):
-    """A sink that takes notes of steps."""
-
-    def note_step(self) -> None:
-        """A step of the calling rank is over."""
-        ...
 
 
 @cache
@@ -37,7 +27,8 @@ def count_steps() -> None:
         if mine > most.get(world, 0):
             most[world] = mine
             world.notes.steps += 1
-            if isinstance(world.sink, StepSink):
-                world.sink.note_step()
+            note = getattr(world.sink, "note_step", None)  # a trace's sink
+            if note is not None:
+                note()
 
     register_optimizer_step_post_hook(count)
