@@ -1,0 +1,74 @@
+"""Models of Hugging Face whose ranks share the sequence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.hugging_face import VOCABULARY, build, transformers
+from tests.tables import each
+from tilework.dtensor import init_device_mesh
+from tilework.parallel import ContextParallel, parallelize_module
+from tilework.testing import run_ranks
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **SIZES))
+    if name == "mistral":
+        config = transformers.MistralConfig(sliding_window=5, **SIZES)
+        return transformers.MistralForCausalLM(config)
+    return build(name)
+
+
+def trained(model: Any, padded: bool) -> list[float]:
+    """The losses of three steps."""
+    ids = torch.randint(3, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
+    given: dict[str, Tensor] = {"input_ids": ids, "labels": ids}
+    if padded:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][1, 12:] = 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**given).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@each("name", ["llama", "qwen3", "mistral", "gpt2"])
+@each("ranks, way, padded", [(2, "ring", True), (4, "heads", False)])
+def test_training_is_that_of_one_process(name: str, ranks: int, way: str, padded: bool) -> None:
+    model = model_of(name)
+    want = trained(copy.deepcopy(model), padded)
+
+    def program(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (ranks,))
+        mine = copy.deepcopy(model)
+        enable = getattr(
+            mine, "activation_checkpointing_enable", mine.gradient_checkpointing_enable
+        )
+        enable()
+        return trained(parallelize_module(mine, mesh, ContextParallel(way=way)), padded)
+
+    assert run_ranks(ranks, program)[0] == pytest.approx(want, abs=1e-5)
