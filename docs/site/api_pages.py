@@ -88,6 +88,7 @@ API = {
                 "dtensor.module",
                 "dtensor.random",
                 "dtensor.redistribution",
+                "dtensor.rules",
                 "dtensor.tensor",
                 "interop",
             ),

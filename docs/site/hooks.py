@@ -74,6 +74,7 @@ ALIASES = {
     "freeze parameters, frozen layers",
     "how-to/load-data.md": "DataLoader, DistributedSampler",
     "how-to/lora.md": "LoRA, peft, DoRA, adapters, fine-tuning",
+    "how-to/long-sequences.md": "context parallel, ring attention, Ulysses, long context, packing",
     "how-to/launch.md": "torchrun, mpirun, srun, slurm",
     "how-to/elastic.md": "straggler, slow rank, killed ranks, fault tolerance",
     "how-to/notebooks.md": "notebook, Jupyter, IPython, Colab",
