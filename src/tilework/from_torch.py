@@ -146,7 +146,9 @@ _LEFT_OUT: Final[Sequence[tuple[str, str, dict[str, tuple[str, str]]]]] = (
     ("tilework.dtensor", "torch.distributed.tensor.experimental", {
         "context_parallel context_parallel_unshard set_rotate_method":
             ("attention takes inputs that are sharded along the sequence as they are",
-             "distribute_tensor(x, mesh, [Shard(sequence_dim)]) for queries, keys and values"),
+             "parallelize_module(model, mesh, ContextParallel()), or distribute_tensor(x, mesh, "
+             "[Shard(sequence_dim)]); tilework.dtensor.context_parallel(way) chooses how "
+             "attention runs"),
     }),
     ("tilework.dtensor", "torch.distributed.tensor.placement_types", {
         "_StridedShard":

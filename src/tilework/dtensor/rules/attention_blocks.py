@@ -242,7 +242,12 @@ class Block:
 
 def _weights(scores: Tensor, logs: Tensor) -> Tensor:
     """The weights, which add up to 1 over all blocks; 0 for queries that attend to nothing."""
-    return (scores - logs.masked_fill(logs == -math.inf, 0).unsqueeze(-1)).exp()
+    return (scores - finite(logs).unsqueeze(-1)).exp()
+
+
+def finite(logs: Tensor) -> Tensor:
+    """The logarithms, with 0 for queries that attend to nothing."""
+    return logs.masked_fill(logs == -math.inf, 0)
 
 
 def join(
@@ -255,7 +260,7 @@ def join(
         more, theirs = block.forward()
         mine = logs[..., rows]
         joined = torch.logaddexp(mine, theirs)
-        at = joined.masked_fill(joined == -math.inf, 0)
+        at = finite(joined)
         part = out[..., rows, :]
         part.mul_((mine - at).exp().unsqueeze(-1))
         part.add_(more.mul_((theirs - at).exp().unsqueeze(-1)))

@@ -54,7 +54,7 @@ def _varlen_attn(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _documents(ends: Tensor, tokens: int, what: str) -> tuple[int, ...]:
-    """Where documents begin and end, as numbers. Collective if ranks hold parts of them."""
+    """The ends of documents, as numbers. Collective if ranks hold parts of them."""
     values: Sequence[int] = (ends.full_tensor() if isinstance(ends, DTensor) else ends).tolist()
     ascending = all(a <= b for a, b in pairwise(values))
     if not values or values[0] != 0 or values[-1] != tokens or not ascending:

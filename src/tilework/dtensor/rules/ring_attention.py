@@ -30,6 +30,7 @@ from tilework.dtensor.rules.attention_blocks import (
     KeyPattern,
     Ranges,
     count,
+    finite,
     join,
     local_slices,
     overlaps,
@@ -305,12 +306,11 @@ class _Attention(LocalFunction):
         for _, keys, k, v in part.rounds(key, value):
             pairs = part.blocks((query, k, v), mask, keys)
             join(out, logs, [(piece.queries, block) for piece, block in pairs])
-        ctx.save_for_backward(query, key, value, mask, out, logs)
+        ctx.save_for_backward(query, key, value, mask, out, finite(logs))
         ctx.part = part
         ctx.of = Moved(provenance_digest.digest(), "scaled_dot_product_attention")
-        shown = logs.clone()
-        ctx.mark_non_differentiable(shown)
-        return out.to(query.dtype), shown
+        ctx.mark_non_differentiable(logs)
+        return out.to(query.dtype), logs
 
     @staticmethod
     @once_differentiable
