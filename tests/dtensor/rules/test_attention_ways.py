@@ -24,7 +24,7 @@ from tilework.dtensor import (
     init_device_mesh,
     manual_seed,
 )
-from tilework.dtensor.debug.event_log import EventLog
+from tilework.dtensor.debug.causes import EventLog
 from tilework.layout import Placement
 from tilework.testing import run_ranks
 
