@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.tables import each
 from tilework.dtensor import (
+    DeviceMesh,
     DTensor,
     Replicate,
     Shard,
@@ -25,6 +26,10 @@ from tilework.dtensor import (
     manual_seed,
 )
 from tilework.dtensor.debug.causes import EventLog
+from tilework.dtensor.internal import layout_of
+from tilework.dtensor.rules.attention_blocks import KeyPattern
+from tilework.dtensor.rules.attention_ways import Way
+from tilework.dtensor.rules.ring_attention import AttentionPart, Holders
 from tilework.layout import Placement
 from tilework.testing import run_ranks
 
@@ -163,6 +168,34 @@ def test_any_program(case: Case) -> None:
     check(case)
 
 
+def test_ranks_hold_several_ranges() -> None:
+    """As if blocks of the sequence were dealt to ranks forth and back."""
+    q, k, v, grad = Case(length=8).tensors()
+    held = (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = sdpa(*plain, is_causal=True)
+    torch.autograd.backward((want * grad).sum())
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        specs = [layout_of(distribute_tensor(x, mesh, CUT)) for x in (q, k)]
+        group, rows = mesh.get_group(), [i for r in held[rank] for i in range(*r)]
+        needed = (((0, 8),), ((0, 6),))
+        holders = Holders(rank, held, needed)
+        part = AttentionPart(
+            holders, held[rank], KeyPattern(right=0), 8**-0.5, group, (specs[0], specs[1])
+        )
+        mine = [x[:, :, rows].clone().requires_grad_() for x in (q, k, v)]
+        out, _ = part.attend(mine[0], mine[1], mine[2], None)
+        torch.autograd.backward((out * grad[:, :, rows]).sum())
+        torch.testing.assert_close(out, want[:, :, rows])
+        for x, other in zip(mine, plain, strict=True):
+            assert other.grad is not None
+            torch.testing.assert_close(x.grad, other.grad[:, :, rows])
+
+    run_ranks(2, program)
+
+
 # -- bytes -----------------------------------------------------------------------------------
 
 
@@ -255,6 +288,18 @@ def test_autocast_reaches_a_ring() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         want = sdpa(*tensors)
     torch.testing.assert_close(run_ranks(2, program)[0], want, atol=2e-2, rtol=2e-2)
+
+
+def test_a_rank_outside_the_mesh() -> None:
+    def program(rank: int) -> tuple[int, ...]:
+        x = distribute_tensor(torch.ones(1, 2, 8, 4), DeviceMesh("cpu", [0, 2]), CUT)
+        shapes = set()
+        for way in get_args(Way):
+            with context_parallel(way):
+                shapes.add(tuple(sdpa(x, x, x).shape))
+        return shapes.pop()
+
+    assert run_ranks(3, program) == [(1, 2, 8, 4)] * 3
 
 
 # -- refused ---------------------------------------------------------------------------------

@@ -352,7 +352,8 @@ def _ring_rule(
             if dropout > 0:
                 key = next_key(specs[0].mesh)
                 shape = (*specs[0].shape[:-1], specs[1].shape[-2])
-                part = part.dropping(Dropout(dropout, key, shape, specs[0].local_box.offsets[:-2]))
+                first = specs[0].tiling.boxes_of(specs[0].mesh.get_rank())[0].offsets[:-2]
+                part = part.dropping(Dropout(dropout, key, shape, first))
             return part.attend(q, k, v, masks[0] if masks else None)
 
         return attend
@@ -398,4 +399,12 @@ def ring_attention(
 
     ``pattern`` are the arguments of :meth:`KeyPattern.of`.
     """
-    raise NotImplementedError("a ring of keys runs on DTensors only, by the sharding rule")
+    # For shapes: nothing is dropped.
+    all_keys = (((0, key.size(-2)),),)
+    part = AttentionPart(
+        Holders(0, all_keys, all_keys),
+        ((0, query.size(-2)),),
+        KeyPattern.of(*pattern),
+        default_scale(query, scale),
+    )
+    return part.attend(query, key, value, mask)

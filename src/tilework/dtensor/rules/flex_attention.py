@@ -25,7 +25,7 @@ from tilework.dtensor.rules.attention_blocks import KeyPattern, Range, Ranges, c
 from tilework.dtensor.rules.attention_ways import part_of, sequence_axes
 from tilework.dtensor.rules.ring_attention import AttentionPart, Holders
 from tilework.dtensor.spec import spec_of
-from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.tensor import DTensor, empty_local, wrap
 from tilework.layout import Placement, Replicate, Shard
 from tilework.tiled import dtensor_handler
 
@@ -46,6 +46,9 @@ def _flex_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     query, key, value = _laid_out(
         [x if isinstance(x, DTensor) else replicated(x, mesh) for x in tensors]
     )
+    widths = (value.shape[3:], (), ())
+    if not mesh.here:
+        return tuple([_wrapped(empty_local(query), query, width) for width in widths])
     axes = sequence_axes(query._spec, key._spec, value._spec)
     part = part_of((query._spec, key._spec), axes, KeyPattern(), 1.0)
     needed = _needed(part.holders, given["block_mask"])
@@ -55,7 +58,7 @@ def _flex_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
         keys, values = (_arrived(x, part, needed) for x in (keys, values))
     elif positions != part.holders.held[0]:
         keys, values = (_rows(x, part.holders.held[0], positions) for x in (keys, values))
-    if not mesh.here or 0 in local.shape or 0 in keys.shape:
+    if 0 in local.shape or 0 in keys.shape:
         out = local.new_zeros(*local.shape[:3], value.shape[3])
         results = (
             out,
@@ -69,12 +72,12 @@ def _flex_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
         mask = shown.mask(given["block_mask"])
         given |= {"score_mod": shown.score(given["score_mod"]), "block_mask": mask}
         results = func(local, keys, values, *[given[name] for name in _NAMES[3:] if name in given])
-    return tuple([_wrapped(x, query) for x in results])
+    return tuple([_wrapped(x, query, width) for x, width in zip(results, widths, strict=True)])
 
 
-def _wrapped(local: Tensor, query: DTensor) -> Tensor:
+def _wrapped(local: Tensor, query: DTensor, width: Sequence[int]) -> Tensor:
     spec = query._spec
-    shape = (*spec.shape[:3], *local.shape[3:])
+    shape = (*spec.shape[:3], *width)
     return wrap(local, spec_of(spec.mesh, spec.placements, shape, spec.order))
 
 

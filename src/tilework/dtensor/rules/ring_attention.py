@@ -170,7 +170,7 @@ class AttentionPart:
     def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors as autocast gives them to torch's attention."""
         device = query.device.type
-        if not torch.is_autocast_enabled(device):
+        if query.is_meta or not torch.is_autocast_enabled(device):
             return query, key, value
         dtype = torch.get_autocast_dtype(device)
         return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -252,8 +252,8 @@ class Message:
         arrive: int,
     ) -> None:
         me, size = group.rank(), group.size()
-        parts = [x[:, :, each].reshape(-1) for x in pair for each in rows]
-        self._sent = torch.cat([pair[0].new_empty(0), *parts])
+        parts = [torch.cat([x[:, :, :0], *[x[:, :, each] for each in rows]], 2) for x in pair]
+        self._sent = torch.cat([part.reshape(-1) for part in parts])
         self._shapes = [(*x.shape[:2], arrive, x.shape[3]) for x in pair]
         sizes = list(map(math.prod, self._shapes))
         self._came = self._sent.new_empty(sum(sizes))
