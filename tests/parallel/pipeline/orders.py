@@ -11,15 +11,18 @@ from tilework.parallel.pipeline.schedule import Action, Kind, Message, Schedule
 Rows = Sequence[Sequence[Action]]
 
 
-def random_case(seed: int) -> tuple[random.Random, list[int], list[Action]]:
-    """Random homes of stages, and the actions of a few microbatches in an order without ranks."""
+def random_case(seed: int, split: bool) -> tuple[random.Random, list[int], list[Action]]:
+    """Random homes of stages, and the actions of a few microbatches in an order without ranks.
+
+    With ``split``, the backwards of some microbatches are cut in two.
+    """
     rng = random.Random(seed)
     ranks = rng.randint(1, 4)
     home = [*range(ranks), *(rng.randrange(ranks) for _ in range(rng.randint(0, 3)))]
     rng.shuffle(home)
     actions = []
     for microbatch in range(rng.randint(1, 4)):
-        halves = rng.random() < 0.5
+        halves = split and rng.random() < 0.5
         kinds: tuple[Kind, ...] = ("input_gradient", "weights") if halves else ("backward",)
         for stage in range(len(home)):
             actions += [Action(kind, stage, microbatch) for kind in ("forward", *kinds)]
@@ -40,9 +43,9 @@ def before(action: Action, stages: int) -> Iterator[Action]:
             yield Action(kind, stage + 1, microbatch)
 
 
-def legal_rows(seed: int) -> list[list[Action]]:
+def legal_rows(seed: int, split: bool = True) -> list[list[Action]]:
     """The actions of each rank, in the order of a random run."""
-    rng, home, actions = random_case(seed)
+    rng, home, actions = random_case(seed, split)
     rows: list[list[Action]] = [[] for _ in range(max(home) + 1)]
     done: set[Action] = set()
     while len(done) < len(actions):
