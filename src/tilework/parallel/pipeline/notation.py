@@ -32,7 +32,7 @@ _COLOURS: dict[str, tuple[str, str]] = {
     "input_gradient": ("#34d399", "input gradient"),
     "weights": ("#fbbf24", "weights"),
 }
-_COSTS = "costs "
+_COSTS = "costs"
 
 
 def text(
@@ -55,7 +55,7 @@ def text(
     table = TextTable(["time", *(f"{time:g}" for time in times)], rows)
     spent = "; ".join(" ".join(f"{time!r}" for time in cost) for cost in costs)
     plain = all(cost == StageCost() for cost in costs)
-    return str(Page(headline, *([] if plain else [f"{_COSTS}{spent}"]), table))
+    return str(Page(headline, *([] if plain else [f"{_COSTS} {spent}"]), table))
 
 
 def _cells(
@@ -80,16 +80,23 @@ def read_text(written: str) -> tuple[list[list[Action]], list[StageCost]]:
     """The actions of each rank, and the costs if there are any, from what :func:`text` wrote."""
     rows: dict[int, list[Action]] = {}
     costs: list[StageCost] = []
-    for line in written.splitlines():
-        words = line.split()
-        if line.startswith(_COSTS):
-            stages = line.removeprefix(_COSTS).split(";")
-            costs = [_cost(each) for each in stages]
-        elif words[:1] == ["rank"] and words[1:2] and words[1].rstrip(":").isdecimal():
-            rank = int(words[1].rstrip(":"))
-            tokens = (token for word in words[2:] for token in word.split("+"))
+    ranks = None
+    for line in filter(str.strip, written.splitlines()):
+        first, *words = line.split()
+        if first == _COSTS:
+            costs = [_cost(each) for each in " ".join(words).split(";")]
+        elif first == "rank" and words and words[0].isdecimal() and int(words[0]) not in rows:
+            tokens = (token for word in words[1:] for token in word.split("+"))
+            rank = int(words[0])
             rows[rank] = [_action(token, rank) for token in tokens if token.strip(".-")]
-    return _by_rank(rows), costs
+        elif words[:1] in (["rank,"], ["ranks,"]) and first.replace(",", "").isdecimal():
+            ranks = int(first.replace(",", ""))
+        elif first != "time":
+            raise ValueError(
+                f'got the line {line!r}; expected "rank", a number that no other line has, and the'
+                " rank's actions"
+            )
+    return _by_rank(rows, ranks), costs
 
 
 def _cost(told: str) -> StageCost:
@@ -109,8 +116,8 @@ def _action(token: str, rank: int) -> Action:
     return Action(KINDS[match[2]], int(match[1] or rank), int(match[3] or -1))
 
 
-def _by_rank(rows: Mapping[int, list[Action]]) -> list[list[Action]]:
-    if not rows or sorted(rows) != list(range(len(rows))):
+def _by_rank(rows: Mapping[int, list[Action]], ranks: int | None = None) -> list[list[Action]]:
+    if not rows or sorted(rows) != list(range(ranks or len(rows))):
         raise ValueError(
             f"got actions of ranks {sorted(rows)}; expected a line for each rank from 0 on"
         )
@@ -123,12 +130,12 @@ def read_torch(order: object) -> list[list[Action]]:
     if isinstance(order, str | PathLike):
         with Path(order).open(newline="") as file:
             order = dict(enumerate(csv.reader(file)))
-    if not isinstance(order, Mapping):
+    if not (isinstance(order, Mapping) and all(isinstance(rank, int) for rank in order)):
         raise ValueError(
             f"order: got {type(order).__name__}; expected a schedule with a pipeline_order, a"
             " mapping from rank to actions, or the path of a file of comma-separated values"
         )
-    return _by_rank({int(rank): list(_torch_row(row)) for rank, row in order.items()})
+    return _by_rank({rank: list(_torch_row(row)) for rank, row in order.items()})
 
 
 def _torch_row(row: Iterable[object]) -> Iterator[Action]:

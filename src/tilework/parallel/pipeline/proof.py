@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from tilework.parallel.pipeline.actions import (
@@ -29,6 +30,8 @@ from tilework.parallel.pipeline.actions import (
 from tilework.wait_graph import IN_A_CIRCLE, cycle_through
 
 Orders = Sequence[Sequence[Action]]
+#: Faults that an error tells.
+_MOST = 4
 
 
 class Timing(NamedTuple):
@@ -94,15 +97,14 @@ def check_complete(orders: Orders, home: Sequence[int], microbatches: int) -> No
         for action in actions:
             _check_place(action, rank, home, microbatches)
         found.update(action for action in actions if action.kind not in WHOLE)
-    wrong = [f"{action.words} is there {n} times" for action, n in found.items() if n > 1]
-    for stage in range(len(home)):
-        for microbatch in range(microbatches):
-            wrong += _wrong(stage, microbatch, found)
+    twice = (f"{action.words} is there {n} times" for action, n in found.items() if n > 1)
+    others = (_wrong(s, m, found) for m in range(microbatches) for s in range(len(home)))
+    # The first few: a wrong number of a microbatch would make very many.
+    wrong = list(islice(chain(twice, chain.from_iterable(others)), _MOST + 1))
     if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise ValueError(
             "each microbatch passes each stage once: forward, and backward or both input_gradient"
-            f" and weights; but {'; '.join(wrong[:4])}{more}"
+            f" and weights; but {'; '.join(wrong[:_MOST])}{' and more' * (len(wrong) > _MOST)}"
         )
 
 

@@ -56,6 +56,7 @@ class Schedule:
     costs: tuple[StageCost, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_count(microbatches=self.microbatches)
         orders = tuple(tuple(map(proof.checked_action, row)) for row in self.actions)
         object.__setattr__(self, "actions", orders)
         object.__setattr__(self, "home", tuple(self.home))
@@ -195,17 +196,20 @@ class Schedule:
         """
         home = _checked_home(home)
         flight = range(len(home), 0, -1)
-        limits = [live] * (max(home) + 1) if isinstance(live, int) else live
-        if limits is not None and len(limits) != max(home) + 1:
-            raise ValueError(f"live: got {len(limits)} limits for {max(home) + 1} ranks")
-        for rank, limit in enumerate(limits or ()):
+        ranks = max(home) + 1
+        most = sum(flight) if live is None else live
+        limits = most if isinstance(most, Sequence) else [most] * ranks
+        if len(limits) != ranks:
+            raise ValueError(f"live: got {len(limits)} limits for {ranks} ranks")
+        for rank, limit in enumerate(limits):
+            _check_count(live=limit)
             if limit < home.count(rank):
                 raise ValueError(
                     f"live: got {limit}; expected at least {home.count(rank)}, since a microbatch"
                     f" lives in all {home.count(rank)} stages of rank {rank} at once"
                 )
-        most = [limits[rank] for rank in home] if limits else [sum(flight)] * len(home)
-        return cls._listed(home, microbatches, Rules(most, flight, split), costs)
+        rules = Rules([limits[rank] for rank in home], flight, split)
+        return cls._listed(home, microbatches, rules, costs)
 
     @classmethod
     def of_actions(
@@ -217,6 +221,9 @@ class Schedule:
             actions: For each rank the actions in order; they say which rank a stage is on.
             costs: As for :meth:`gpipe`.
         """
+        if isinstance(actions, str) or not isinstance(actions, Sequence):
+            kind = type(actions).__name__
+            raise ValueError(f"actions: got {kind}; expected a sequence of actions for each rank")
         orders = tuple(tuple(proof.checked_action(each) for each in row) for row in actions)
         everything = [action for row in orders for action in row]
         if not everything:
@@ -228,7 +235,7 @@ class Schedule:
                 " from 0 on"
             )
         home = tuple(by_stage[stage] for stage in range(len(by_stage)))
-        microbatches = max(action.microbatch for action in everything) + 1
+        microbatches = max(1, *(action.microbatch + 1 for action in everything))
         return cls(home, microbatches, orders, _all_costs(costs, len(home)))
 
     @classmethod
@@ -318,7 +325,7 @@ class Schedule:
             spans.append(starts[-1] + self.costs[row[-1].stage].of(row[-1].kind) - starts[0])
         work = sum(self.costs[a.stage].of(a.kind) for row in self.actions for a in row)
         whole = max(spans) * self.ranks
-        return (whole - work) / whole
+        return max(0.0, (whole - work) / whole)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -351,6 +358,8 @@ class Schedule:
         A rank that starts sends and receives in this order, and waits for none but what a step
         ``takes``, cannot hang on any engine.
         """
+        if rank not in range(self.ranks):
+            raise ValueError(f"rank: got {rank}; expected 0 to {self.ranks - 1}")
         return self._steps[rank]
 
     @cached_property
@@ -408,7 +417,7 @@ def _all_costs(costs: Costs, stages: int) -> tuple[StageCost, ...]:
     try:
         known = tuple(StageCost(*map(float, each)) for each in costs)
     except (TypeError, ValueError):
-        known = ((StageCost(math.nan)),)
+        known = (StageCost(math.nan),)
     times = [time for cost in known for time in cost]
     if times and not (all(0 <= time < math.inf for time in times) and sum(times) > 0):
         raise ValueError(
@@ -421,8 +430,8 @@ def _all_costs(costs: Costs, stages: int) -> tuple[StageCost, ...]:
 
 
 def _checked_home(home: Sequence[int]) -> list[int]:
-    ranks = sorted(set(home))
-    if not ranks or ranks != list(range(len(ranks))):
+    ranks = set(home)
+    if not ranks or not all(isinstance(r, int) for r in home) or ranks != set(range(len(ranks))):
         raise ValueError(
             f"home: got {list(home)}; expected the rank of each stage, and a stage for each rank"
         )
