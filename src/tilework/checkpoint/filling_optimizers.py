@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilework.checkpoint.filling import Filling, Finish
-from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import rebuild
 from tilework.checkpoint.format import Path, SavedTensor
 from tilework.checkpoint.stateful_objects import (
@@ -73,9 +74,23 @@ def _is_asked(filling: Filling, path: Path) -> bool:
 
 
 def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
-    fresh = filling.fresh((*root, "param_groups"))
-    groups = fresh()
-    return [dict(group) for group in groups] if isinstance(groups, list) else []
+    """The saved groups: this rank's, then of other ranks those with other parameters.
+
+    Ranks save different groups if each has other parameters, as stages of a pipeline.
+    """
+    path = (*root, "param_groups")
+    leaves = [filling.saved.leaves[each] for each in filling.paths_under(path)]
+    others = {
+        ranks[0] for leaf in leaves if isinstance(leaf, PerRank) for ranks, _ in leaf.variants
+    }
+    groups: list[dict[str, Any]] = []
+    known: set[Any] = set()
+    for rank in (filling.rank, *sorted(others - {filling.rank})):
+        made = replace(filling, rank=rank, other_ranks=[]).fresh(path)()
+        new = [dict(group) for group in made] if isinstance(made, list) else []
+        groups += [x for x in new if "params" in x and known.isdisjoint(x["params"])]
+        known.update(*(group["params"] for group in groups))
+    return groups
 
 
 def _matching(
