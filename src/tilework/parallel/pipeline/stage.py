@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 
-from tilework.comm.per_call.internal import call_site
+from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
 from tilework.parallel.pipeline.split import CallOrder, Split, copied_tree, copied_with, stage_of
 from tilework.show import bytes_text
@@ -128,7 +128,14 @@ class Ghost(Tensor):
             vars(ghost)["_is_param"] = True  # a module takes it for a parameter
         return ghost
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    @unrecorded
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The result of a function, which is no part of a captured program."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -446,7 +453,7 @@ class StageWalk(Walk):
         if stage > self.stage:
             raise Reached
         if stage == self.stage:
-            if self._drawn is not None and not torch.equal(self._drawn, _random_state()):
+            if self._drawn is not None and self._drawn != _random_state():
                 raise RuntimeError(
                     f"the model draws random numbers before stage {stage}, outside of the modules "
                     f"of other stages, and each stage would draw others: draw them in a module "
@@ -457,9 +464,7 @@ class StageWalk(Walk):
     def _receive(self) -> None:
         for key, tensor in self.received.items():
             for ghost in self.values.pop(key, ()):
-                same = ghost.dtype == tensor.dtype
-                own = tensor.view_as(tensor) if same else tensor.to(ghost.dtype)
-                torch.utils.swap_tensors(ghost, own)  # type: ignore[no-untyped-call]
+                _become(ghost, tensor)
             self.values[key] = [tensor]
 
     def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -490,6 +495,13 @@ class StageWalk(Walk):
     def sent(self) -> tuple[Tensor, ...]:
         """The values that cross the cut after the stage."""
         return tuple(self.values[each.key][0] for each in self.after)
+
+
+@unrecorded
+def _become(ghost: Tensor, tensor: Tensor) -> None:
+    """Make a ghost the tensor, for all that refer to it; in the ghost's dtype."""
+    own = tensor.view_as(tensor) if ghost.dtype == tensor.dtype else tensor.to(ghost.dtype)
+    torch.utils.swap_tensors(ghost, own)  # type: ignore[no-untyped-call]
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -679,8 +691,9 @@ def _generator() -> torch.Generator:
     return current_world().generator or torch.default_generator
 
 
-def _random_state() -> Tensor:
-    return _generator().get_state()
+@unrecorded
+def _random_state() -> bytes:
+    return _generator().get_state().numpy().tobytes()
 
 
 def _ghost_of(stage: int, name: str, tensor: Tensor) -> Tensor:

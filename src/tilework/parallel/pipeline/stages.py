@@ -301,6 +301,7 @@ class Stages(nn.Module):
         run = self._run((inputs, kwargs), target, loss or _own_loss, weight or "rows", scaler)
         self._reduce_ties(ties)
         if scaler is not None:
+            scaler.scale(torch.zeros((), device=self._device))  # makes the scale on every rank
             self._agree_on_overflow()
         self._steps += 1
         return self._loss_of(run, target, checks=weight is None and is_due(self._steps))
