@@ -123,6 +123,8 @@ class Execution:
                 work.wait()
 
     def _runs(self, action: Action) -> bool:
+        if action.microbatch >= len(self.microbatches):  # a short batch, without backward
+            return False
         return self.trains or action.kind in ("forward", "gather", "free")
 
     # -- messages ------------------------------------------------------------------------

@@ -678,7 +678,7 @@ class Twin:
 
     def _follow(self, walk: Walk, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward's result, on ghosts; random generators stay as they are."""
-        generator = _generator()
+        generator = default_generator()
         state = generator.get_state()
         try:
             with walk.running():
@@ -687,13 +687,14 @@ class Twin:
             generator.set_state(state)
 
 
-def _generator() -> torch.Generator:
+def default_generator() -> torch.Generator:
+    """The generator that this rank's operators draw from."""
     return current_world().generator or torch.default_generator
 
 
 @unrecorded
 def _random_state() -> bytes:
-    return _generator().get_state().numpy().tobytes()
+    return default_generator().get_state().numpy().tobytes()
 
 
 def _ghost_of(stage: int, name: str, tensor: Tensor) -> Tensor:

@@ -26,11 +26,12 @@ from tilework.parallel.pipeline.split import (
     Split,
     measured,
     names_of_cuts,
+    shallow,
     split_model,
     stage_of,
     tied_names,
 )
-from tilework.parallel.pipeline.stage import Route, StageModule, Twin, make_part
+from tilework.parallel.pipeline.stage import Route, StageModule, Twin, default_generator, make_part
 
 #: How losses of microbatches make the loss of a batch: "rows": means over rows; "sum": they add up;
 #: a function from a microbatch's target to the weight of the microbatch's mean.
@@ -323,6 +324,35 @@ class Stages(nn.Module):
             run = self._run((inputs, kwargs), target, loss, weight, None, trains=False)
             return self._result_of(run) if loss is None else self._loss_of(run, target)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Text by the model's own ``generate`` (Hugging Face), without a cache, on every rank.
+
+        Each token is a forward of the whole text through all stages. Ranks sample alike.
+        Collective over the mesh; blocks.
+
+        Raises:
+            TypeError: The model has no ``generate``.
+        """
+        part: Any = next(iter(self.modules_of_stages.values()), None)
+        if not callable(getattr(part, "generate", None)):
+            raise TypeError(f"{type(part).__name__} has no generate()")
+
+        def forward(_: Any, input_ids: Tensor, **given: Any) -> Any:
+            names = {"attention_mask", "position_ids"} & given.keys()
+            rows = {n: given[n] for n in names if isinstance(given[n], Tensor)}
+            return self.evaluate(input_ids=input_ids, **rows, use_cache=False, return_dict=True)
+
+        whole = shallow(part)
+        whole.__class__ = type(type(part).__name__, (type(part),), {"forward": forward})
+        generator = default_generator()
+        seed = agree(lambda: int(torch.randint(1 << 62, (), generator=generator)), self._group)[0]
+        state = generator.get_state()
+        try:
+            generator.manual_seed(seed)
+            return whole.generate(*args, use_cache=False, **kwargs)
+        finally:
+            generator.set_state(state)
+
     def _run(
         self,
         given: Any,
@@ -333,6 +363,7 @@ class Stages(nn.Module):
         trains: bool = True,
     ) -> Execution:
         count = self.schedule.microbatches
+        count = count if trains else min(count, rows_of((given, target)))
         cut = _microbatches((given, target), count)
         weights = _weights([t for _, t in cut], [rows_of(each) for each in cut], weight)
         batches = []
