@@ -16,9 +16,11 @@ from tilework.parallel import (
     DistributedDataParallel,
     Resilient,
     RowwiseParallel,
+    Schedule,
     ZeroRedundancyOptimizer,
     fully_shard,
     parallelize_module,
+    pipeline,
 )
 from tilework.testing import run_ranks
 
@@ -89,6 +91,16 @@ def build_both() -> State:
     return {"model": ddp, "optimizer": adam(ddp), "mesh": Place(mesh)}
 
 
+def build_pipelined() -> State:
+    """Two or three stages; the one in the middle has no parameters."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    plan = Schedule.one_forward_one_backward(ranks, 2)
+    stages = pipeline(network(), mesh, split=["1", "2"][3 - ranks :], schedule=plan)
+    groups = [{"params": stages.parameters()}]
+    return {"stages": stages, "optimizer": torch.optim.Adam(groups, lr=0.05)}
+
+
 class Place:
     """The mesh, which the step needs; nothing of it is kept."""
 
@@ -108,6 +120,7 @@ BUILDS: dict[str, Callable[[], State]] = {
     "sharded": build_sharded,
     "tensor parallel": build_tensor_parallel,
     "both": build_both,
+    "pipelined": build_pipelined,
 }
 
 
@@ -122,6 +135,10 @@ def train_step(loop: Resilient[float], state: State, number: int, divided: bool)
     elif divided:
         rows, weight = loop.share(ROWS), loop.weight(ROWS)
     state["optimizer"].zero_grad()
+    if "stages" in state:
+        total: Tensor = state["stages"].step(x, target=y, loss=F.mse_loss)
+        state["optimizer"].step()
+        return total.item()
     loss = F.mse_loss(state["model"](x[rows]), y[rows]) * weight
     torch.autograd.backward(loss)
     state["optimizer"].step()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tilework.comm.contract import ReduceOp
 from tilework.comm.operations.internal import agree, all_reduce, broadcast, irecv, isend
+from tilework.comm.world import get_rank
 from tilework.mesh import DeviceMesh
 from tilework.models import check_is_module
 from tilework.parallel.clip_grad import PartOfParameters
@@ -186,6 +187,9 @@ class Stages(nn.Module):
         self.parts: list[nn.Module] = [
             make_part(model, split, stage, self._device, self._twin) for stage in self._numbers
         ]
+        names = tied_names(model, split).values()
+        #: By name of a tied parameter, the name in the first of the stages that have it.
+        self.first_names = {name: each[0] for each in names for name in each}
         self._ties = _ties_between_ranks(model, split, schedule)
         self._steps = 0
         self._routes: dict[int, Route] = {}
@@ -210,6 +214,16 @@ class Stages(nn.Module):
                 f"made, in order, each as it is or in DistributedDataParallel"
             )
         return dict(zip(self._numbers, cast("list[StageModule]", inner), strict=True))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have the same stages as this rank: the replicas. Local."""
+        root, name = self.mesh.root_mesh, (self.mesh.mesh_dim_names or ("",))[0]
+        if root.ndim == 1:
+            return (get_rank(),)
+        axis = (root.mesh_dim_names or ()).index(name)
+        own = root.mesh.select(axis, self.mesh.get_local_rank())
+        return tuple(sorted(own.flatten().tolist()))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

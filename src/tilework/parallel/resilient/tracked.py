@@ -17,6 +17,7 @@ from tilework.comm.world import current_world, get_rank, get_world_size
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of, wrap
 from tilework.layout import Box, Tile, Tiling
+from tilework.parallel.pipeline.stages import Stages
 from tilework.parallel.resilient.catalog import Described, described
 from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
 from tilework.tiled import TiledTensor
@@ -97,11 +98,16 @@ class Tracked:
         return described(self.name, self.found.tensor.dtype, self.tiling)
 
 
-def contents_of(state: State) -> Contents:
+def contents_of(state: State, fills: bool = False) -> Contents:
     """The tensors of the state that this rank knows of, and the other values. Local.
 
-    All ranks hold equal copies of plain parameters and optimizer states. Of a plain buffer the
-    first rank's copy is the valid one. A tensor that is in several places is listed once.
+    All ranks hold equal copies of plain parameters and optimizer states, in a pipeline all ranks
+    of a stage. Of a plain buffer the first rank's copy is the valid one. A tensor that is in
+    several places is listed once.
+
+    Args:
+        state: The state.
+        fills: True to list all copies of buffers, as targets.
 
     Raises:
         TypeError: The state has something that cannot be saved and restored.
@@ -110,7 +116,7 @@ def contents_of(state: State) -> Contents:
     plain: dict[str, Any] = {_RANDOM: _random_state()}
     modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     for name, module in modules.items():
-        plain[name] = _add_module(name, module, found)
+        plain[name] = _add_module(name, module, found, fills)
     of_modules = {key: each.name for key, each in found.items()}
     for name, value in state.items():
         if isinstance(value, Optimizer):
@@ -127,22 +133,30 @@ def tracked_tensors(state: State) -> list[Tracked]:
 
     A restore fills plain buffers on all ranks; a snapshot has them from the first rank.
     """
-    return [
-        Tracked(found if found.of_optimizer else found._replace(owners=None))
-        for found in contents_of(state).tensors
-    ]
+    return [Tracked(found) for found in contents_of(state, fills=True).tensors]
 
 
-def _add_module(name: str, module: nn.Module, found: dict[int, FoundTensor]) -> dict[str, Any]:
+def _add_module(
+    name: str, module: nn.Module, found: dict[int, FoundTensor], fills: bool
+) -> dict[str, Any]:
     """Add a module's tensors to ``found``; returns the rest of the ``state_dict()``."""
     extra = {}
-    for key, value in module.state_dict(keep_vars=True).items():
+    owners = module.ranks if isinstance(module, Stages) else None
+    for key, value in _state_of_module(module):
         if isinstance(value, Tensor) and not key.endswith(_EXTRA_STATE):
-            owners = None if isinstance(value, nn.Parameter) else (0,)
-            found.setdefault(id(value), FoundTensor(f"{name}/{key}", value, owners))
+            is_valid = fills or isinstance(value, nn.Parameter)
+            of = owners if is_valid else (owners or (0,))[:1]
+            found.setdefault(id(value), FoundTensor(f"{name}/{key}", value, of))
         else:
             extra[key] = value
     return extra
+
+
+def _state_of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The state, in a pipeline with the first name of a tied parameter on all ranks."""
+    first = module.first_names if isinstance(module, Stages) else {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        yield first.get(key, key), value
 
 
 def _add_optimizer(
@@ -158,7 +172,8 @@ def _add_optimizer(
         if path is None:  # a state under a name of the optimizer's own
             others[parameter] = values
             continue
-        owners = None
+        known = found.get(id(parameter))
+        owners = None if known is None else known.owners
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             owners = (optimizer.owner_of(cast("nn.Parameter", parameter)),)
         for key, value in values.items():
@@ -202,7 +217,7 @@ def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[
     of_modules: dict[int, str] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
-            for key, tensor in value.state_dict(keep_vars=True).items():
+            for key, tensor in _state_of_module(value):
                 of_modules.setdefault(id(tensor), f"{name}/{key}")
     for name, optimizer in state.items():
         if not isinstance(optimizer, Optimizer):
