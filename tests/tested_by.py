@@ -69,7 +69,6 @@ _ROWS = (
     # Each step of a fully sharded module needs all parts of the package.
     ("parallel", "fully_sharded/*", "fully_sharded"),
     ("parallel", "pipeline/actions pipeline/listing pipeline/notation", "pipeline/test_schedule"),
-    ("parallel", "pipeline/run", "pipeline/test_stages"),
     ("parallel", "resilient/*", "resilient"),
     ("parallel", "tensor_parallel/*", "tensor_parallel/test_styles tensor_parallel/test_deriving"),
     ("rendezvous", "*", "test_environment test_handlers_registry"),

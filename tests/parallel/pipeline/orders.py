@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tilework.parallel.pipeline.schedule import Action, Kind, Message, Schedule
+from tilework.parallel.pipeline.schedule import Action, Kind, Schedule, StageMessage
 
 Rows = Sequence[Sequence[Action]]
 
@@ -62,9 +62,9 @@ def ends_on_a_strict_engine(schedule: Schedule) -> bool:
     A rank's sends and receives are done one after the other. A message moves if both ends have come
     to it. A rank waits for each of its sends.
     """
-    queues: list[deque[Message]] = [deque() for _ in schedule.actions]
+    queues: list[deque[StageMessage]] = [deque() for _ in schedule.actions]
     programs = [deque(_calls(schedule, rank)) for rank in range(schedule.ranks)]
-    moved: set[Message] = set()
+    moved: set[StageMessage] = set()
     going = True
     while going:
         going = False
@@ -83,7 +83,7 @@ def ends_on_a_strict_engine(schedule: Schedule) -> bool:
     return not any(programs)
 
 
-def _calls(schedule: Schedule, rank: int) -> Iterator[tuple[str, Message]]:
+def _calls(schedule: Schedule, rank: int) -> Iterator[tuple[str, StageMessage]]:
     for step in schedule.steps(rank):
         yield from (("post", message) for message in step.receives)
         if step.takes is not None:

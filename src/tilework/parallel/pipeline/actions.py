@@ -49,7 +49,7 @@ class Action(NamedTuple):
         return f"{self.kind.replace('_', ' ')}{of} in stage {self.stage}"
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """The values that an action sends to the rank that needs them.
 
     Attributes:
@@ -79,10 +79,10 @@ class ActionStep(NamedTuple):
         sends: The message to send afterwards, without waiting for the receiver; None if none.
     """
 
-    receives: tuple[Message, ...]
-    takes: Message | None
+    receives: tuple[StageMessage, ...]
+    takes: StageMessage | None
     action: Action
-    sends: Message | None
+    sends: StageMessage | None
 
 
 class StageCost(NamedTuple):

@@ -24,8 +24,8 @@ from tilework.parallel.pipeline.actions import (
     WHOLE,
     Action,
     ActionStep,
-    Message,
     StageCost,
+    StageMessage,
 )
 from tilework.wait_graph import IN_A_CIRCLE, cycle_through
 
@@ -226,7 +226,7 @@ def _told(waits: Sequence[_Wait]) -> str:
 
 def messages(
     orders: Orders, home: Sequence[int], ends: Mapping[Action, float]
-) -> tuple[Message, ...]:
+) -> tuple[StageMessage, ...]:
     """All messages between ranks, in the order in which they are made.
 
     Args:
@@ -245,13 +245,13 @@ def messages(
         if home[need.stage] != home[action.stage]
     )
     return tuple(
-        Message(number, made, used, home[made.stage], home[used.stage])
+        StageMessage(number, made, used, home[made.stage], home[used.stage])
         for number, (_, made, used) in enumerate(pairs)
     )
 
 
 def steps_of(
-    rank: int, actions: Sequence[Action], all_messages: Iterable[Message]
+    rank: int, actions: Sequence[Action], all_messages: Iterable[StageMessage]
 ) -> list[ActionStep]:
     """The actions of a rank with the messages around them; receives are posted as late as allowed.
 

@@ -15,7 +15,7 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.internal import irecv, isend
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
-from tilework.parallel.pipeline.schedule import Action, Message, Schedule
+from tilework.parallel.pipeline.schedule import Action, Schedule, StageMessage
 from tilework.parallel.pipeline.stage import Crossing, Route
 
 #: The loss of a microbatch, from the model's result and the target.
@@ -88,7 +88,7 @@ class Execution:
         self._kept: dict[tuple[int, int], _Kept] = {}
         #: Values for another stage of this rank, by the action that made them.
         self._local: dict[Action, tuple[Tensor, ...]] = {}
-        self._posted: dict[Message, list[tuple[Tensor, Work | None]]] = {}
+        self._posted: dict[StageMessage, list[tuple[Tensor, Work | None]]] = {}
         self._sending: list[tuple[Tensor, Work | None]] = []
         self.steps = self.schedule.steps(rank)
         ends = [s.action for s in self.steps if s.action.kind in ("backward", "weights")]
@@ -136,7 +136,7 @@ class Execution:
             return cuts[made_by.stage] if made_by.stage < len(cuts) else ()
         return tuple(each for each in cuts[made_by.stage - 1] if each.has_gradient)
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: StageMessage) -> None:
         self._posted[message] = posted = []
         for each in self._crossing(message.made_by):
             buffer = torch.empty(each.shape, dtype=each.dtype, device=self.device)
@@ -144,14 +144,14 @@ class Execution:
             work = irecv(buffer, group=self.group, tag=message.number, group_src=source)
             posted.append((buffer, work))
 
-    def _take(self, message: Message) -> tuple[Tensor, ...]:
+    def _take(self, message: StageMessage) -> tuple[Tensor, ...]:
         posted = self._posted.pop(message)
         for _, work in posted:
             if work is not None:
                 work.wait()
         return tuple(buffer for buffer, _ in posted)
 
-    def _send(self, message: Message, values: Sequence[Tensor]) -> None:
+    def _send(self, message: StageMessage, values: Sequence[Tensor]) -> None:
         self._sending = [each for each in self._sending if each[1] and not each[1].is_completed()]
         for value in values:
             own, to = value.detach().contiguous(), message.target

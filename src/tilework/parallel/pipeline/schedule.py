@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Literal
 
 from tilework.parallel.pipeline import notation, proof
-from tilework.parallel.pipeline.actions import WHOLE, Action, ActionStep, Kind, Message, StageCost
+from tilework.parallel.pipeline.actions import (
+    WHOLE,
+    Action,
+    ActionStep,
+    Kind,
+    StageCost,
+    StageMessage,
+)
 from tilework.parallel.pipeline.listing import Rules, list_orders
 from tilework.show import count_text
 
-__all__ = ["Action", "ActionStep", "Kind", "Message", "Schedule", "StageCost"]
+__all__ = ["Action", "ActionStep", "Kind", "Schedule", "StageCost", "StageMessage"]
 
 #: Times of stages: forward, input gradient, weights.
 Costs = Sequence[StageCost | tuple[float, float, float]]
@@ -343,7 +350,7 @@ class Schedule:
     # -- messages ------------------------------------------------------------------------
 
     @cached_property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[StageMessage, ...]:
         """All messages between ranks; the place here is the message's number."""
         return proof.messages(self.actions, self.home, self.timing.ends)
 
