@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from tilework.dtensor import DTensor, init_device_mesh
 from tilework.inspect import MemoryByUse
 from tilework.inspect.memory import Peak, Use
-from tilework.parallel import DistributedDataParallel, fully_shard
+from tilework.parallel import (
+    ColwiseParallel,
+    DistributedDataParallel,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+)
 from tilework.testing import run_ranks
 
 
@@ -90,6 +97,32 @@ def test_ranks_count_what_they_hold(way: str, parts: int) -> None:
     assert [each["optimizer states"] for each in counted] == [2 * full // parts + 8] * 2
     marks = 2 * 4 * (way == "fully_shard")  # by layer, at the end of the shards
     assert [each["gradients"] for each in counted] == [full // parts + marks] * 2
+
+
+def test_counting_changes_nothing_in_a_tensor_parallel_step() -> None:
+    def program(rank: int) -> float:
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
+        ]
+        model = nn.Sequential(*blocks)
+        mesh = init_device_mesh("cpu", (2,))
+        for block in blocks:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(block, mesh, plan)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        full = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
+        return float(sum(each.sum().item() for each in full))
+
+    def counted(rank: int) -> float:
+        with MemoryByUse():
+            return program(rank)
+
+    assert run_ranks(2, counted) == run_ranks(2, program)
 
 
 def test_gathered_parameters_are_buffers() -> None:

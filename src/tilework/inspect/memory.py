@@ -169,7 +169,11 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then come the operators on local tensors
-        kwargs = kwargs or {}
+        # Below autograd, classes of tensors have no part in an operator without the mode either.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._counted(func, args, kwargs or {})
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._bury()
         before = self._total
         self._note_backward()
