@@ -97,7 +97,9 @@ class RankLine:
         return "; ".join(part for part in parts if part)
 
     def _steps(self, records: Mapping[int, Record]) -> str:
-        """The steps so far, and since the last line."""
+        """The steps so far, and since the last line; "" if no rank has told."""
+        if not records:
+            return ""
         steps = {rank: record.steps for rank, record in records.items()}
         before, self._before = self._before, steps
         if not any(steps.values()):
@@ -164,7 +166,7 @@ def memory_of(pids: Mapping[int, int]) -> str:
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             sizes[rank] = pages * os.sysconf("SC_PAGE_SIZE")
-    if not sizes:
+    if not any(sizes.values()):  # processes that end have none
         return ""
     most = max(sizes, key=lambda rank: sizes[rank])
     return f"memory {bytes_text(sizes[most])} at most (rank {most})"
