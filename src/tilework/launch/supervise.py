@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -220,18 +220,22 @@ class Supervisor:
             due.append(look_again)
         if any(rank.alive and rank.end_fd is None for rank in self.ranks):
             due.append(time.monotonic() + _ASK_SECONDS)
-        if self.around.link is not None:
-            due.append(self.around.link.beat_due)
-        if self.around.watch is not None and not self._stop_began:
-            due.append(self.around.watch.due)
-        if self._has_finished_ranks:
-            due.append(time.monotonic() + _LOOK_FOR_STOPPED_SECONDS)
-        if self.around.recovery is not None and self._outlived:
-            due.append(time.monotonic() + _LOOK_SECONDS)
+        due += self._next_looks()
         due += [screen.due for screen in self._screens() if screen.due is not None]
         if not due:
             return None
         return max(0, int((min(due) - time.monotonic()) * 1000) + 1)
+
+    def _next_looks(self) -> Iterator[float]:
+        """When to look at other nodes and at ranks again."""
+        if self.around.link is not None:
+            yield self.around.link.beat_due
+        if self.around.watch is not None and not self._stop_began:
+            yield self.around.watch.due
+        if self._has_finished_ranks:
+            yield time.monotonic() + _LOOK_FOR_STOPPED_SECONDS
+        if self.around.recovery is not None and self._outlived:
+            yield time.monotonic() + _LOOK_SECONDS
 
     def _clear_orphans(self) -> None:
         own = self.around.own_children
