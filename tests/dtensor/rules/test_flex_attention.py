@@ -26,7 +26,8 @@ PATTERNS: dict[str, Any] = {
 
 
 def attend(pattern: str, *tensors: Any, **options: Any) -> Any:
-    mask = create_block_mask(PATTERNS[pattern], 2, 4, TOKENS, TOKENS, "cpu", BLOCK_SIZE=16)
+    sizes = tensors[0].shape[2], tensors[1].shape[2]
+    mask = create_block_mask(PATTERNS[pattern], 2, 4, *sizes, "cpu", BLOCK_SIZE=16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it is not compiled
         return flex(*tensors, block_mask=mask, enable_gqa=True, **options)
@@ -51,6 +52,20 @@ def test_global_indices_reach_the_programs_functions(pattern: str, placement: Pl
         given = [distribute_tensor(x, mesh, [placement]) for x in tensors()]
         out = attend(pattern, *given, score_mod=alibi)
         assert out.placements == ((Replicate(),) if placement == Shard(3) else (placement,))
+        torch.testing.assert_close(out.full_tensor(), want)
+
+    run_ranks(2, program)
+
+
+@each("sizes", [(40, 70), (70, 40)])
+def test_other_lengths_of_queries_and_keys(sizes: tuple[int, int]) -> None:
+    q, k = (x[:, :, :n] for x, n in zip(tensors(), sizes, strict=False))
+    want = attend("causal", q, k, k)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        mine = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k)]
+        out = attend("causal", mine[0], mine[1], mine[1])
         torch.testing.assert_close(out.full_tensor(), want)
 
     run_ranks(2, program)

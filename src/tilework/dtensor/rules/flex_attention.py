@@ -51,28 +51,25 @@ def _flex_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return tuple([_wrapped(empty_local(query), query, width) for width in widths])
     axes = sequence_axes(query._spec, key._spec, value._spec)
     part = part_of((query._spec, key._spec), axes, KeyPattern(), 1.0)
-    needed = _needed(part.holders, given["block_mask"])
-    local, keys, values = local_of(query), local_of(key), local_of(value)
+    needed = _needed(part, given["block_mask"])
+    local = (local_of(query), *[_arrived(local_of(x), part, needed) for x in (key, value)])
     positions = needed[part.holders.me]
-    if part.group is not None:
-        keys, values = (_arrived(x, part, needed) for x in (keys, values))
-    elif positions != part.holders.held[0]:
-        keys, values = (_rows(x, part.holders.held[0], positions) for x in (keys, values))
-    if 0 in local.shape or 0 in keys.shape:
-        out = local.new_zeros(*local.shape[:3], value.shape[3])
-        results = (
-            out,
-            out.new_full(out.shape[:3], -torch.inf),
-            out.new_full(out.shape[:3], -torch.inf),
-        )
+    if 0 in local[0].shape or 0 in local[1].shape:
+        results = _nothing(local[0], widths[0])
     else:
-        rows, columns = (_indices(each, local.device) for each in (part.queries, positions))
         batch, head = query._spec.local_box.offsets[:2]
+        rows, columns = (_indices(each, local[0].device) for each in (part.queries, positions))
         shown = _GlobalIndices(batch, head, rows, columns)
-        mask = shown.mask(given["block_mask"])
-        given |= {"score_mod": shown.score(given["score_mod"]), "block_mask": mask}
-        results = func(local, keys, values, *[given[name] for name in _NAMES[3:] if name in given])
+        given["score_mod"] = shown.score(given["score_mod"])
+        given["block_mask"] = shown.mask(given["block_mask"])
+        results = func(*local, *[given[name] for name in _NAMES[3:] if name in given])
     return tuple([_wrapped(x, query, width) for x, width in zip(results, widths, strict=True)])
+
+
+def _nothing(query: Tensor, width: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of queries that attend to no key."""
+    logs = query.new_full(query.shape[:3], -torch.inf)
+    return query.new_zeros(*query.shape[:3], *width), logs, logs.clone()
 
 
 def _wrapped(local: Tensor, query: DTensor, width: Sequence[int]) -> Tensor:
@@ -100,10 +97,10 @@ def _laid_out(tensors: Sequence[DTensor]) -> list[DTensor]:
 # -- keys that are needed --------------------------------------------------------------------
 
 
-def _needed(holders: Holders, mask: tuple[Any, ...]) -> tuple[Ranges, ...]:
+def _needed(part: AttentionPart, mask: tuple[Any, ...]) -> tuple[Ranges, ...]:
     """The keys that each rank's queries attend to, by the lists of blocks in the mask. Local."""
     q_size, k_size = mask[-3], mask[-2]
-    length = sum(map(count, holders.held))
+    length = sum(map(count, part.holders.held))
 
     def blocks(rows: Range) -> set[int]:
         found: set[int] = set()
@@ -116,7 +113,8 @@ def _needed(holders: Holders, mask: tuple[Any, ...]) -> tuple[Ranges, ...]:
         return found
 
     needed = []
-    for ranges in holders.held:
+    # Where several ranks have queries, these lie as the keys.
+    for ranges in (part.queries,) if part.group is None else part.holders.held:
         numbers = sorted(set[int]().union(*map(blocks, ranges)))
         spans = [(n * k_size, min((n + 1) * k_size, length)) for n in numbers]
         needed.append(tuple([span for span in spans if span[0] < span[1]]))
@@ -131,7 +129,8 @@ def _rows(x: Tensor, held: Ranges, wanted: Ranges) -> Tensor:
 
 def _arrived(x: Tensor, part: AttentionPart, needed: tuple[Ranges, ...]) -> Tensor:
     """The rows that this rank needs, ascending. Collective over the group; differentiable."""
-    assert part.group is not None
+    if part.group is None:
+        return _rows(x, part.holders.held[0], needed[0])
     assert part.specs is not None
     holders = Holders(part.holders.me, part.holders.held, needed)
     ranks = range(len(needed))

@@ -219,7 +219,7 @@ class AttentionPart:
             arriving = self._keys(more[0], key, value) if more else None
             yield step, self.holders.received(step), came[0], came[1]
 
-    def _keys(self, step: int, key: Tensor, value: Tensor) -> Message:
+    def _keys(self, step: int, key: Tensor, value: Tensor) -> KeyMessage:
         rows = local_slices(self.holders.held[self.holders.me], self.holders.sent(step))
         return self.message(step, (key, value), rows, count(self.holders.received(step)))
 
@@ -230,17 +230,17 @@ class AttentionPart:
         rows: Sequence[slice],
         arrive: int,
         back: bool = False,
-    ) -> Message:
+    ) -> KeyMessage:
         """Start to send rows of two tensors ``step`` ranks ahead (or ``back``), and to get some."""
         assert self.group is not None
         assert self.specs is not None
         if causes.watchers:
             width = sum(math.prod((*x.shape[:2], x.shape[3])) * x.element_size() for x in pair)
             causes.record_message(self.specs[1], self.group, width * self.holders.most(step), back)
-        return Message(self.group, -step if back else step, pair, rows, arrive)
+        return KeyMessage(self.group, -step if back else step, pair, rows, arrive)
 
 
-class Message:
+class KeyMessage:
     """Rows of two tensors on their way to another rank, and as many from a third."""
 
     def __init__(
@@ -341,7 +341,7 @@ class _Backward:
 
     def run(self, key: Tensor, value: Tensor) -> None:
         """Compute all blocks. Collective over the part's group."""
-        returning: tuple[int, Message] | None = None
+        returning: tuple[int, KeyMessage] | None = None
         for step, keys, k, v in self._part.rounds(key, value):
             found = self._of_block(keys, k, v)
             if returning is not None:
@@ -356,7 +356,7 @@ class _Backward:
         if returning is not None:
             self._add(*returning)
 
-    def _add(self, step: int, message: Message) -> None:
+    def _add(self, step: int, message: KeyMessage) -> None:
         """Add the gradients that another rank computed for keys of this rank."""
         held = self._holders.held[self._holders.me]
         for total, came in zip(self._grads[1:], message.wait(), strict=True):
