@@ -18,7 +18,7 @@ from tilework.dtensor.internal import (
     wrap,
 )
 from tilework.layout import Box, Placement, Replicate, Shard
-from tilework.layout.internal import infer_splits
+from tilework.layout.internal import infer_splits, is_dealt
 from tilework.mesh import DeviceMesh
 from tilework.sharded import Shard as LocalShard
 from tilework.sharded import (
@@ -74,7 +74,8 @@ def _box_by_rank(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
                 raise ValueError(
                     f"a DTensor has one part on each rank of the mesh, {list(mesh.spec.ranks)}, "
                     f"but {tensor!r} has "
-                    f"{'several shards' if rank in boxes else 'a shard'} on rank {rank}"
+                    f"{'several shards' if rank in boxes else 'a shard'} on rank {rank}: "
+                    f"reshard it, or distribute its full_tensor()"
                 )
             boxes[rank] = tile.box
     missing = [rank for rank in mesh.spec.ranks if rank not in boxes]
@@ -141,7 +142,8 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
         process_group: The group of the result; the default group if None.
 
     Raises:
-        ValueError: ``tensor`` is replicated or partial along an axis that is longer than 1.
+        ValueError: ``tensor`` is replicated or partial along an axis that is longer than 1, or
+            another dim than the first is dealt in turns.
         TypeError: ``tensor`` is not a DTensor.
 
     Example:
@@ -164,16 +166,24 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
                 f"a sharded tensor has each element once, but {tensor!r} is {placement} along "
                 f"axis {axis}: redistribute it to Shard there"
             )
+    if any(map(is_dealt, spec.splits[1:])):
+        raise ValueError(
+            f"shards are contiguous in memory, and blocks of {tensor!r}, dealt in turns along "
+            f"another dim than the first, are not: redistribute it to Shard without turns"
+        )
     here = get_rank()
-    shards, local_shards = [], []
+    shards: list[ShardMetadata] = []
+    local_shards: list[LocalShard] = []
     for rank in spec.mesh.spec.ranks:
         coordinate = spec.mesh.spec.coordinate(rank)
         assert coordinate is not None
-        box = spec.box_at(coordinate)
-        shard = ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{tensor.device.type}")
-        shards.append(shard)
+        held = [
+            ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{tensor.device.type}")
+            for box in spec.boxes_at(coordinate)
+        ]
+        shards += held
         if rank == here:
-            local_shards.append(LocalShard(tensor.to_local(), shard))
+            local_shards += map(LocalShard, spec.tiles_of(tensor.to_local()), held)
     properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
     return ShardedTensor.from_local_shards_and_global_metadata(
         local_shards,

@@ -169,7 +169,7 @@ def distributed(whole: Tensor, mesh: DeviceMesh, layout: Layout, seed: int = 0) 
     """A tensor that all ranks have, cut, and in random terms where the layout is partial."""
     spec = spec_of(mesh, layout.placements, whole.shape, layout.order)
     with torch.no_grad():
-        local = _term(whole.detach(), spec, seed)[spec.local_box.slices]
+        local = spec.local_part(_term(whole.detach(), spec, seed))
         dense = torch.preserve_format if local.numel() else torch.contiguous_format
         local = local.clone(memory_format=dense)
     return wrap(local.requires_grad_(whole.requires_grad), spec)
@@ -368,7 +368,7 @@ class _Close:
             )
             if self.compare == "values" and not spec.partial_axes:
                 # Ranks that compare a part each do without the collective of a gather.
-                got, want = got._local_tensor, want[spec.local_box.slices]
+                got, want = got._local_tensor, spec.local_part(want)
             else:
                 with torch.no_grad():
                     got = got.full_tensor()
@@ -539,7 +539,9 @@ def _layouts(
     random_: random.Random,
 ) -> list[Layout | None]:
     ops = partial if tensor.dtype is not torch.bool else ()
-    one: list[Placement] = [Replicate(), *map(Shard, range(tensor.dim())), *map(Partial, ops)]
+    dims = range(tensor.dim())
+    one: list[Placement] = [Replicate(), *map(Shard, dims), *map(Partial, ops)]
+    one += [Shard(dim, turns=2) for dim in dims]
     found: list[Layout | None] = [None] if plain else []
     for placements in itertools.product(one, repeat=len(shape)):
         if len({p.reduce_op for p in placements if isinstance(p, Partial)}) > 1:

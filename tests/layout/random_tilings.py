@@ -128,7 +128,7 @@ MESHES: tuple[list[Any], ...] = (
 
 
 def placements(ndim: int) -> st.SearchStrategy[Placement]:
-    shards = [Shard(dim) for dim in range(ndim)]
+    shards = [Shard(dim, turns=turns) for dim in range(ndim) for turns in (1, 2)]
     return st.sampled_from([*shards, Replicate(), Partial()])
 
 
@@ -174,8 +174,8 @@ def shard_sizes(draw: st.DrawFn, extent: int, length: int) -> Ints:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: Ints, lengths: Ints) -> Layout:
-    """Any layout on a mesh: uneven, with axes that cut a dim in any order, or partial."""
+def layouts(draw: st.DrawFn, shape: Ints, lengths: Ints, turns: int = 2) -> Layout:
+    """Any layout on a mesh: uneven, dealt, with axes that cut a dim in any order, or partial."""
     op = draw(st.sampled_from(["sum", "sum", "max"]))
     order = draw(st.permutations(range(len(lengths))))
     placements: dict[int, Placement] = {}
@@ -184,11 +184,13 @@ def layouts(draw: st.DrawFn, shape: Ints, lengths: Ints) -> Layout:
             st.one_of(
                 st.just(Replicate()),
                 st.just(Partial(op)),
-                *[st.just(Shard(d)) for d in range(len(shape))],
+                *[st.just(Shard(d, turns=t)) for d in range(len(shape)) for t in {1, turns}],
             )
         )
-        first = isinstance(one, Shard) and not any(
-            isinstance(p, Shard) and p.dim == one.dim for p in placements.values()
+        first = (
+            isinstance(one, Shard)
+            and one.turns == 1
+            and not any(isinstance(p, Shard) and p.dim == one.dim for p in placements.values())
         )
         if isinstance(one, Shard) and first and draw(st.booleans()):
             one = Shard(one.dim, draw(shard_sizes(shape[one.dim], lengths[axis])))

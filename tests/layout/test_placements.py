@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.layout.random_tilings import MESHES, Ints, examples, mesh_tilings, placements, shapes
 from tests.tables import each
 from tilework.layout import Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
+from tilework.layout.internal import packed
 
 
 def part_of(rank: int, whole: Tensor, mesh: Tensor, placed: list[Placement]) -> Tensor:
@@ -21,9 +22,11 @@ def part_of(rank: int, whole: Tensor, mesh: Tensor, placed: list[Placement]) -> 
     (coordinate,) = (mesh == rank).nonzero().tolist()
     for at, length, placement in zip(coordinate, mesh.shape, placed, strict=True):
         if isinstance(placement, Shard):
-            parts = whole.chunk(length, placement.dim)
+            parts = whole.chunk(length * placement.turns, placement.dim)
             empty = whole.narrow(placement.dim, 0, 0)
-            whole = parts[at] if at < len(parts) else empty
+            numbers = [at, 2 * length - 1 - at][: placement.turns]
+            mine = [parts[i] if i < len(parts) else empty for i in numbers]
+            whole = torch.cat(mine, placement.dim)
     return whole
 
 
@@ -37,8 +40,10 @@ def test_each_rank_holds_what_torch_cuts(data: st.DataObject) -> None:
     tiling = mesh_tiling(shape, mesh, placed)
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     for rank in ranks.flatten().tolist():
-        (box,) = tiling.boxes_of(rank)
-        assert torch.equal(whole[box.slices], part_of(rank, whole, ranks, placed))
+        boxes, part = tiling.boxes_of(rank), part_of(rank, whole, ranks, placed)
+        for box, place in zip(boxes, packed(boxes), strict=True):
+            assert torch.equal(whole[box.slices], part[place.slices])
+        assert sum(box.volume for box in boxes) == part.numel()
     assert len(tiling.terms) == partial_ranks(ranks, placed)
 
 

@@ -13,7 +13,7 @@ from tilework.layout import Layout, Shard, chunk_sizes, mesh_tiling
 from tilework.layout.box import (
     Splits,
     axes_of,
-    box_at,
+    boxes_at,
     combination_index,
     infer_splits,
     shard_at,
@@ -113,8 +113,8 @@ def test_normal_layouts_are_equal_where_tilings_are_made_alike(data: st.DataObje
     tiling = mesh_tiling(shape, mesh, layout.placements, order=layout.order)
     again = mesh_tiling(shape, mesh, normal.placements, order=normal.order)
     for number, coordinate in enumerate(product(*map(range, lengths))):
-        box = box_at(shape, lengths, splits, coordinate)
-        assert tiling.boxes_of(number) == again.boxes_of(number) == (box,)
+        boxes = boxes_at(shape, lengths, splits, coordinate)
+        assert tiling.boxes_of(number) == again.boxes_of(number) == boxes
 
 
 def nested(lengths: Ints) -> list[object]:

@@ -354,8 +354,8 @@ def tasks(draw: st.DrawFn) -> tuple[Ints, Ints, Layout, Layout, CostModel]:
     return (
         shape,
         lengths,
-        draw(layouts(shape, lengths)),
-        draw(layouts(shape, lengths)),
+        draw(layouts(shape, lengths, turns=1)),
+        draw(layouts(shape, lengths, turns=1)),
         cost,
     )
 

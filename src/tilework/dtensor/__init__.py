@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilework.dtensor import optimizers, rules, tracing
 from tilework.dtensor.autograd import local_graph, torch_backward
-from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
+from tilework.dtensor.construction.creation import arange, empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.causes import CollectiveEvent, EventLog, GatherWarning, explain, strict
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
@@ -50,6 +50,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "arange",
     "capture",
     "compute_local_shape_and_global_offset",
     "context_parallel",

@@ -98,6 +98,10 @@ class DTensorBase(TiledTensor):
         return self._spec.tiling
 
     def local_tiles(self) -> list[Tensor]:
+        """The local tensor in a list, or the views of it that are the rank's boxes."""
+        return [tile for local in self.local_memory() for tile in self._spec.tiles_of(local)]
+
+    def local_memory(self) -> list[Tensor]:
         """The local tensor in a list; an empty list outside the mesh."""
         return [self._local_tensor] if self._spec.takes_part else []
 
@@ -107,7 +111,7 @@ class DTensorBase(TiledTensor):
                 f"{self!r} is not reduced yet, so no rank has values of a part: reduce it first, "
                 f"with redistribute(placements=…)"
             )
-        return [self._spec.local_box] if self._spec.takes_part else []
+        return list(self._spec.local_boxes)
 
     @abstractmethod
     def full_tensor(self) -> Tensor:

@@ -200,15 +200,20 @@ def _inferred(
             f"{_listed(shapes)}"
         )
     axes_of: dict[int, list[int]] = {dim: [] for dim in range(ndim)}
+    dealt: set[int] = set()
     for axis in order or range(mesh.ndim):
         placement = placements[axis]
         if isinstance(placement, Shard):
             axes_of[placement.dim % ndim].append(axis)
+            if placement.turns > 1:
+                dealt.add(placement.dim % ndim)
     inferred = list(placements)
     extents = []
     for dim, axes in axes_of.items():
         sizes = sizes_along(shapes, mesh, dim, axes)
         extents.append(sum(sizes))
+        if dim in dealt:
+            continue  # sizes do not tell who has which block: the placements have to
         splits = infer_splits(sizes, [mesh.shape[axis] for axis in axes])
         if splits is None:
             raise ValueError(
@@ -247,10 +252,10 @@ def sizes_along(
 def _check_shapes(shapes: Mapping[int, Ints], spec: DTensorSpec) -> None:
     """Raise if the layout gives a rank another local shape than the rank has."""
     for rank, shape in shapes.items():
-        if spec.box_at(_coordinate(rank, spec)).sizes != shape:
+        if spec.sizes_at(_coordinate(rank, spec)) != shape:
             raise ValueError(
                 f"{_misfit(shapes, spec.placements)}: of a tensor of shape {list(spec.shape)}, "
-                f"rank {rank} would have {list(spec.box_at(_coordinate(rank, spec)).sizes)}"
+                f"rank {rank} would have {list(spec.sizes_at(_coordinate(rank, spec)))}"
             )
 
 

@@ -14,7 +14,7 @@ from tilework.comm.contract import Kind
 from tilework.comm.per_call.internal import listening
 from tilework.dtensor.debug.causes import EventLog, explain
 from tilework.dtensor.show import show
-from tilework.dtensor.spec import spec_of
+from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Box, Placement, Replicate
 from tilework.layout.internal import native_placement, placements_in, whole_numbers
@@ -176,6 +176,8 @@ def local_box(
 ) -> Box:
     """The part that a rank holds of a tensor with this shape and layout. Local; makes no tensor.
 
+    A rank has several parts where blocks are dealt in turns; :meth:`DTensor.local_boxes` lists all.
+
     Args:
         shape: The global shape.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.
@@ -184,7 +186,8 @@ def local_box(
         rank: A global rank of the mesh; None: this rank.
 
     Raises:
-        ValueError: The placements do not fit, or the rank is not in the mesh.
+        ValueError: The placements do not fit, they deal blocks in turns, or the rank is not in the
+            mesh.
 
     Example:
         >>> from tilework.dtensor import Shard, init_device_mesh, local_box
@@ -196,19 +199,31 @@ def local_box(
         >>> run_ranks(2, program)
         [((0, 0), (2, 4)), ((2, 0), (1, 4))]
     """
-    mesh = mesh_or_current(device_mesh)
-    given = [None] * mesh.ndim if placements is None else placements_in(placements)
-    spec = spec_of(
-        mesh,
-        [Replicate() if each is None else native_placement(each) for each in given],
-        whole_numbers(shape, _SHAPE),
-        order,
-    )
+    spec = _spec(shape, device_mesh, placements, order)
+    mesh = spec.mesh
     where = mesh.get_rank() if rank is None else rank
     coordinate = mesh.spec.coordinate(where)
     if coordinate is None:
         raise ValueError(f"rank {where} is not in {mesh}, so it has no part of such a tensor")
-    return spec.box_at(coordinate)
+    boxes = spec.boxes_at(coordinate)
+    if len(boxes) > 1:
+        raise ValueError(
+            f"rank {where} has {len(boxes)} parts of such a tensor, not a single box, as "
+            f"{list(spec.placements)} deal blocks in turns: ask a DTensor for its local_boxes()"
+        )
+    return boxes[0]
+
+
+def _spec(
+    shape: Sequence[int],
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    order: Sequence[int] | None,
+) -> DTensorSpec:
+    mesh = mesh_or_current(device_mesh)
+    given = [None] * mesh.ndim if placements is None else placements_in(placements)
+    native = [Replicate() if each is None else native_placement(each) for each in given]
+    return spec_of(mesh, native, whole_numbers(shape, _SHAPE), order)
 
 
 def compute_local_shape_and_global_offset(
@@ -240,6 +255,8 @@ def from_callback(
 ) -> DTensor:
     """A DTensor whose parts a function makes: each rank calls the function for one part only.
 
+    Where blocks are dealt in turns, it calls the function for each of its blocks.
+
     Local, unless another axis replicates a sharded tensor (see :meth:`DTensor.from_local`). Useful
     if each rank reads a part of the data, such as rows of a file, and no rank has all of it.
 
@@ -268,8 +285,21 @@ def from_callback(
         >>> run_ranks(2, program)
         [[0, 1], [2, 3]]
     """
-    mesh = mesh_or_current(device_mesh)
-    box = local_box(shape, mesh, placements, order=order)
+    spec = _spec(shape, device_mesh, placements, order)
+    if not spec.is_dealt:  # a rank outside of the mesh is refused
+        boxes: Sequence[Box] = [local_box(shape, spec.mesh, placements, order=order)]
+    else:
+        boxes = spec.local_boxes
+    parts = [_called(callback, box) for box in boxes]
+    local = parts[0]
+    if len(parts) > 1:
+        local = parts[0].new_empty(spec.local_shape)
+        for tile, part in zip(spec.tiles_of(local), parts, strict=True):
+            tile.copy_(part)
+    return DTensor.from_local(local, spec.mesh, placements, shape=shape, order=order)
+
+
+def _called(callback: Callable[[Box], Tensor], box: Box) -> Tensor:
     local = callback(box)
     if not isinstance(local, Tensor):
         raise TypeError(f"callback is to make a tensor of box {box}, got {type(local).__name__}")
@@ -278,4 +308,4 @@ def from_callback(
             f"callback is to make a tensor of shape {list(box.sizes)} for box {box}, got one of "
             f"{list(local.shape)}"
         )
-    return DTensor.from_local(local, mesh, placements, shape=shape, order=order)
+    return local

@@ -62,13 +62,14 @@ class CutLayer:
 
     Attributes:
         sizes: The sizes of the cut dim of the last output, the whole and this rank's.
+        turns: The number of turns in which blocks of the dim are dealt.
     """
 
     def __init__(
         self, group: ProcessGroup, mesh: DeviceMesh, axis: int, name: str, unmatched: Sequence[str]
     ) -> None:
         self.group, self.mesh, self.axis, self.name = group, mesh, axis, name
-        self.unmatched, self.sizes = unmatched, (1, 1)
+        self.unmatched, self.sizes, self.turns = unmatched, (1, 1), 1
         self._cuts: dict[End, Cut] = {}
         #: For each call that was followed, the cuts of the results, or the error.
         self.calls: dict[Any, list[Cut] | str] = {}

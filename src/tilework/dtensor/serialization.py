@@ -47,7 +47,8 @@ def layout_to_save(tensor: DTensorBase) -> tuple[Mesh, Layout, Ints | None]:
 
 def _placement(placement: Placement) -> _Placement:
     if isinstance(placement, Shard):
-        return "shard", (placement.dim, placement.sizes)
+        turns = () if placement.turns == 1 else (placement.turns,)
+        return "shard", (placement.dim, placement.sizes, *turns)
     return (
         ("partial", (placement.reduce_op,)) if isinstance(placement, Partial) else ("replicate", ())
     )

@@ -20,7 +20,10 @@ def layout_page(tensor: DTensorBase) -> Page:
     holders: dict[Box, list[tuple[int, ...]]] = {}  # several for partial values
     for tile in spec.tiling.tiles:
         holders.setdefault(tile.box, []).append(tile.owners)
-    colours = {box: colour(number) for number, box in enumerate(holders)}
+    numbers: dict[str, int] = {}  # by holders: of several boxes, if blocks are dealt in turns
+    colours = {
+        box: colour(numbers.setdefault(str(ranks), len(numbers))) for box, ranks in holders.items()
+    }
     labels = [[_label(partials)] for partials in holders.values()]
     picture = Picture(spec.shape, list(holders), labels, list(colours.values()))
     mesh, itemsize = spec.mesh.spec, tensor._local_tensor.dtype.itemsize
@@ -29,11 +32,12 @@ def layout_page(tensor: DTensorBase) -> Page:
     for rank in mesh.ranks[:_LISTED]:
         place = mesh.coordinate(rank)
         assert place is not None
-        box = spec.box_at(place)
+        boxes = spec.boxes_at(place)
         at = " ".join(str(i).rjust(len(name)) for i, name in zip(place, names, strict=True))
         who = f"{rank}{' (this)' * (list(place) == here)}"
-        size = bytes_text(math.prod(box.sizes) * itemsize)
-        rows.append((("██" * (box in colours), colours.get(box, "")), who, at, size, str(box)))
+        size = bytes_text(math.prod(spec.sizes_at(place)) * itemsize)
+        own = next((colours[box] for box in boxes if box in colours), "")
+        rows.append((("██" * bool(own), own), who, at, size, " ".join(map(str, boxes))))
     table = TextTable(("", "rank", " ".join(names), "bytes", "has"), rows, {3, 4}, (4, 2))
     left = len(mesh.ranks) - _LISTED
     more = [f"    … {left} more ranks"] * (left > 0)

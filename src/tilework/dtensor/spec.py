@@ -11,7 +11,23 @@ from typing import Any
 import torch
 
 from tilework.layout import Box, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
-from tilework.layout.internal import Splits, axes_of, box_at, normal_form, order_in, shards
+from tilework.layout.internal import (
+    Ranges,
+    SeveralRangesError,
+    Splits,
+    all_shard_sizes,
+    axes_of,
+    box_at,
+    boxes_at,
+    is_dealt,
+    normal_form,
+    order_in,
+    packed,
+    ranges_at,
+    shard_at,
+    shards,
+    size_at,
+)
 from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]
@@ -123,8 +139,8 @@ class DTensorSpec:
     def has_empty_ranges(self) -> bool:
         """True if a dim has elements, but some rank holds an empty range of it."""
         return any(
-            splits and self.shape[dim] and any(not size for _, size in self.shards_of(dim))
-            for dim, splits in enumerate(self.splits)
+            splits and extent and 0 in all_shard_sizes(extent, self.mesh.spec.shape, splits)
+            for extent, splits in zip(self.shape, self.splits, strict=True)
         )
 
     @cached_property
@@ -133,19 +149,109 @@ class DTensorSpec:
         return self.mesh.here
 
     @cached_property
+    def is_dealt(self) -> bool:
+        """True if ranks hold several regions each, as an axis deals blocks of a dim in turns."""
+        return any(map(is_dealt, self.splits))
+
+    @cached_property
+    def without_turns(self) -> DTensorSpec:
+        """The layout in which axes that deal blocks in turns split as ``torch.chunk`` does."""
+        if not self.is_dealt:
+            return self
+        placements = [Shard(p.dim, p.sizes) if isinstance(p, Shard) else p for p in self.placements]
+        return self.with_placements(placements, self.order)
+
+    @cached_property
+    def local_boxes(self) -> tuple[Box, ...]:
+        """The regions of the tensor that this rank holds; none outside the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        return () if coordinate is None else self.boxes_at(coordinate)
+
+    def boxes_at(self, coordinate: Sequence[int]) -> tuple[Box, ...]:
+        """The regions of the tensor that the rank at a mesh coordinate holds."""
+        return boxes_at(self.shape, self.mesh.spec.shape, self.splits, coordinate)
+
+    @cached_property
+    def local_places(self) -> tuple[Box, ...]:
+        """The place of each of the ``local_boxes`` in the local tensor."""
+        return tuple(packed(self.local_boxes))
+
+    def tiles_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of this rank's local tensor that are the ``local_boxes``, as views."""
+        if not self.is_dealt:
+            return [local] if self.takes_part else []
+        return [local[place.slices] for place in self.local_places]
+
+    def local_part(self, full: torch.Tensor) -> torch.Tensor:
+        """The part of the full tensor that this rank holds: a view, unless it has several ranges.
+
+        Local; differentiable; only in the mesh.
+        """
+        for dim, splits in enumerate(self.splits):
+            if splits:
+                views = [full.narrow(dim, *span) for span in self.local_ranges(dim)]
+                full = views[0] if len(views) == 1 else torch.cat(views, dim)
+        return full
+
+    @cached_property
     def local_box(self) -> Box:
-        """The region of the tensor that this rank holds; an empty one outside the mesh."""
+        """The region of the tensor that this rank holds; an empty one outside the mesh.
+
+        Raises:
+            SeveralRangesError: The rank holds several regions.
+        """
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return Box((0,) * self.ndim, (0,) * self.ndim)
         return self.box_at(coordinate)
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
-        """The region of the tensor that the rank at a mesh coordinate holds."""
+        """The region of the tensor that the rank at a mesh coordinate holds.
+
+        Raises:
+            SeveralRangesError: The rank holds several regions.
+        """
         return box_at(self.shape, self.mesh.spec.shape, self.splits, coordinate)
 
+    def local_range(self, dim: int) -> tuple[int, int]:
+        """Offset and size of this rank's range of a dim; an empty one outside the mesh.
+
+        Raises:
+            SeveralRangesError: The rank holds several ranges.
+        """
+        coordinate = self.mesh.get_coordinate()
+        if is_dealt(self.splits[dim]):
+            raise SeveralRangesError(self.splits[dim])
+        if coordinate is None:
+            return 0, 0
+        return shard_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
+
+    def local_ranges(self, dim: int) -> Ranges:
+        """Offset and size of the ranges of a dim that this rank holds; none outside the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            return ()
+        return ranges_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
+
+    def local_indices(self, dim: int) -> torch.Tensor:
+        """The indices in the full dim of this rank's elements."""
+        ranges = [torch.arange(start, start + size) for start, size in self.local_ranges(dim)]
+        return torch.cat(ranges) if ranges else torch.arange(0)
+
+    def sizes_at(self, coordinate: Sequence[int]) -> Ints:
+        """The shape of the local tensor of the rank at a mesh coordinate."""
+        lengths = self.mesh.spec.shape
+        return tuple([
+            size_at(extent, lengths, splits, coordinate) if splits else extent
+            for extent, splits in zip(self.shape, self.splits, strict=True)
+        ])  # fmt: skip
+
     def shards_of(self, dim: int) -> list[tuple[int, int]]:
-        """Offset and size of each shard of a dim, in order."""
+        """Offset and size of each shard of a dim, in order.
+
+        Raises:
+            SeveralRangesError: A shard is several ranges.
+        """
         return list(
             zip(*shards(self.shape[dim], self.mesh.spec.shape, self.splits[dim]), strict=True)
         )
@@ -153,7 +259,8 @@ class DTensorSpec:
     @cached_property
     def local_shape(self) -> torch.Size:
         """The shape of the local tensor; ``[0]`` outside the mesh."""
-        return torch.Size(self.local_box.sizes if self.takes_part else (0,))
+        coordinate = self.mesh.get_coordinate()
+        return torch.Size((0,) if coordinate is None else self.sizes_at(coordinate))
 
     def is_first(self, axes: Sequence[int]) -> bool:
         """True if this rank is the first along all of these axes; False outside the mesh."""
@@ -367,4 +474,6 @@ def _new_spec(
 
 def without_sizes(placement: Placement) -> Placement:
     """The placement, without the sizes of shards."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+    if not isinstance(placement, Shard):
+        return placement
+    return Shard(placement.dim, turns=placement.turns)

@@ -268,13 +268,18 @@ class DTensor(DTensorBase):
     def local_tiles(self) -> list[Tensor]:
         """The local tensor in a list; an empty list outside the mesh. Local.
 
+        Where blocks are dealt in turns, views of the local tensor: a block each.
+
         Raises:
             RuntimeError: It is a view that had to move elements, and the base was written to since.
         """
+        return [tile for local in self.local_memory() for tile in self._spec.tiles_of(local)]
+
+    def local_memory(self) -> list[Tensor]:
         if self._view_of is not None:
             moved_views.check_fresh(self)
         moved_views.hand_out(self)
-        return super().local_tiles()
+        return super().local_memory()
 
     @property
     def is_snapshot(self) -> bool:

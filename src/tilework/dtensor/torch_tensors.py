@@ -287,7 +287,8 @@ def _torch_shard(spec: DTensorSpec, axis: int, placement: Shard, order: Ints) ->
     if not _is_chunked(spec, axis, placement):
         raise ValueError(
             f"torch's DTensor splits dims as torch.chunk does, and dim {placement.dim} of a tensor "
-            f"with placements {list(spec.placements)} is split otherwise: redistribute() it first"
+            f"with placements {list(spec.placements)} is split otherwise: redistribute() it to "
+            f"Shard({placement.dim}) first"
         )
     before = [
         other
@@ -307,6 +308,6 @@ def _shards(placement: Placement, dim: int) -> bool:
 
 def _is_chunked(spec: DTensorSpec, axis: int, placement: Shard) -> bool:
     if placement.sizes is None:
-        return True
+        return placement.turns == 1
     length = spec.mesh.shape[axis]
     return list(placement.sizes) == chunk_sizes(sum(placement.sizes), length)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import index
 from typing import Any
 
@@ -142,6 +142,27 @@ def whole_box(shape: Sequence[int]) -> Box:
         '[0:10, 0:4]'
     """
     return Box((0,) * len(shape), tuple(shape))
+
+
+def packed(boxes: Sequence[Box]) -> list[Box]:
+    """The place of each of a rank's boxes in the local tensor, where they lie side by side.
+
+    Args:
+        boxes: A box for each combination of ranges of the dims; each dim's ranges do not overlap.
+
+    Example:
+        >>> [str(place) for place in packed([Box((2, 0), (2, 9)), Box((8, 0), (1, 9))])]
+        ['[0:2, 0:9]', '[2:3, 0:9]']
+    """
+    by_dim = [
+        {(box.offsets[dim], box.sizes[dim]) for box in boxes}
+        for dim in range(boxes[0].ndim if boxes else 0)
+    ]
+
+    def start(dim: int, offset: int) -> int:
+        return sum([size for before, size in by_dim[dim] if before < offset])
+
+    return [Box(tuple(map(start, range(box.ndim), box.offsets)), box.sizes) for box in boxes]
 
 
 def whole_number(number: Any, takes: str) -> int:
@@ -277,10 +298,28 @@ def infer_chunking(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
 
 # -- shards of one dim -----------------------------------------------------------------------
 
-#: A mesh axis, and the sizes of the shards into which it splits; None: as ``torch.chunk`` splits.
-Split = tuple[int, Ints | None]
+#: The way in which an axis splits an extent: into shards of given sizes; with a number, into equal
+#: blocks that are dealt in so many turns; None: as ``torch.chunk`` splits.
+Cut = Ints | int | None
+#: A mesh axis, and the way in which it splits.
+Split = tuple[int, Cut]
 #: The splits of one dim, the outermost first.
 Splits = tuple[Split, ...]
+
+#: The ranges of a dim that are one shard, in their order in the local tensor: offset and size.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class SeveralRangesError(Exception):
+    """A shard was asked for its range, but the dim is dealt in turns: it has several.
+
+    Args:
+        of: The factor of an operator, or the splits of a dim, whose shard was asked for.
+    """
+
+    def __init__(self, of: Any) -> None:
+        super().__init__(f"a shard of {of} has several ranges")
+        self.of = of
 
 
 def axes_of(splits: Splits) -> Ints:
@@ -288,20 +327,47 @@ def axes_of(splits: Splits) -> Ints:
     return tuple([axis for axis, _ in splits])
 
 
-def shard_sizes(extent: int, length: int, sizes: Ints | None) -> Ints | None:
-    """The sizes of the shards of an extent along one axis; None if ``sizes`` do not add up to it.
+def is_dealt(splits: Splits) -> bool:
+    """True if an axis deals blocks of the dim in turns."""
+    return any(isinstance(cut, int) for _, cut in splits)
+
+
+def _check_not_dealt(splits: Splits) -> None:
+    if is_dealt(splits):
+        raise SeveralRangesError(splits)
+
+
+def dealt_blocks(length: int, turns: int, place: int) -> list[int]:
+    """The numbers of the blocks of one rank along an axis, dealt forth and back.
+
+    Example:
+        >>> [dealt_blocks(3, 2, place) for place in range(3)]
+        [[0, 5], [1, 4], [2, 3]]
+    """
+    return [turn * length + (length - 1 - place if turn % 2 else place) for turn in range(turns)]
+
+
+def shard_sizes(extent: int, length: int, cut: Cut) -> Ints | None:
+    """The sizes of the shards of an extent along one axis; None if given sizes do not add up to it.
 
     Args:
         extent: The extent that is split.
         length: The number of ranks along the axis.
-        sizes: Explicit sizes; None: as ``torch.chunk`` splits.
+        cut: The way in which the axis splits.
+
+    Example:
+        >>> shard_sizes(7, 2, None), shard_sizes(7, 2, 2)
+        ((4, 3), (3, 4))
     """
-    if sizes is None:
+    if cut is None:
         return tuple(chunk_sizes(extent, length))
-    return sizes if sum(sizes) == extent else None
+    if isinstance(cut, int):
+        blocks = chunk_sizes(extent, length * cut)
+        dealt = [dealt_blocks(length, cut, place) for place in range(length)]
+        return tuple([sum([blocks[number] for number in numbers]) for numbers in dealt])
+    return cut if sum(cut) == extent else None
 
 
-@lru_cache(maxsize=4096)
 def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
     """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
 
@@ -313,18 +379,88 @@ def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
         lengths: The number of ranks along each axis of the mesh.
         splits: The axes that shard the extent.
 
+    Raises:
+        SeveralRangesError: An axis deals blocks in turns.
+
     Example:
         >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
         ((0, 3, 5, 7), (3, 2, 2, 1))
     """
+    _check_not_dealt(splits)
     spans = [(0, extent)]
-    for axis, sizes in splits:
+    for axis, cut in splits:
         inner: list[tuple[int, int]] = []
         for start, size in spans:
-            parts = shard_sizes(size, lengths[axis], sizes) or ()
+            parts = shard_sizes(size, lengths[axis], cut) or ()
             inner += [(start + at, part) for at, part in zip(offsets_of(parts), parts, strict=True)]
         spans = inner
     return tuple([start for start, _ in spans]), tuple([size for _, size in spans])
+
+
+def all_shard_sizes(extent: int, lengths: Ints, splits: Splits) -> Ints:
+    """The sizes of all shards of an extent, in the order of :func:`shards`.
+
+    Example:
+        >>> all_shard_sizes(8, (2, 2), ((1, (5, 3)), (0, None)))
+        (3, 2, 2, 1)
+    """
+    sizes: Ints = (extent,)
+    for axis, cut in splits:
+        parts = [shard_sizes(size, lengths[axis], cut) or () for size in sizes]
+        sizes = tuple([part for each in parts for part in each])
+    return sizes
+
+
+def shard_ranges(extent: int, lengths: Ints, splits: Splits) -> list[Ranges]:
+    """The ranges of all shards of an extent, in the order of :func:`shards`.
+
+    Example:
+        >>> shard_ranges(8, (2,), ((0, 2),))
+        [((0, 2), (6, 2)), ((2, 2), (4, 2))]
+    """
+    every: list[Ranges] = [((0, extent),)]
+    for axis, cut in splits:
+        every = [inner for ranges in every for inner in _split(ranges, lengths[axis], cut)]
+    return every
+
+
+def ranges_at(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]) -> Ranges:
+    """The ranges of the shard of an extent at a mesh coordinate.
+
+    Example:
+        >>> ranges_at(8, (2, 2), ((1, 2), (0, None)), (1, 0))
+        ((6, 2),)
+    """
+    ranges: Ranges = ((0, extent),)
+    for axis, cut in splits:
+        ranges = _split(ranges, lengths[axis], cut)[coordinate[axis]]
+    return ranges
+
+
+def _split(ranges: Ranges, length: int, cut: Cut) -> list[Ranges]:
+    """The ranges of each of the shards into which an axis splits a shard."""
+    extent = sum([size for _, size in ranges])
+    if not isinstance(cut, int):
+        return _consecutive(ranges, shard_sizes(extent, length, cut) or ())
+    blocks = _consecutive(ranges, chunk_sizes(extent, length * cut))
+    return [
+        tuple([each for number in dealt_blocks(length, cut, place) for each in blocks[number]])
+        for place in range(length)
+    ]
+
+
+def _consecutive(ranges: Ranges, sizes: Sequence[int]) -> list[Ranges]:
+    """Ranges that follow each other, in parts of these sizes; an empty part is an empty range."""
+    parts: list[Ranges] = []
+    for at, size in zip(offsets_of(sizes), sizes, strict=True):
+        part, passed = [], 0
+        for start, count in ranges:
+            low, high = max(at - passed, 0), min(at + size - passed, count)
+            if low < high:
+                part.append((start + low, high - low))
+            passed += count
+        parts.append(tuple(part) or ((sum(ranges[-1]), 0),))
+    return parts
 
 
 def shard_at(
@@ -332,19 +468,36 @@ def shard_at(
 ) -> tuple[int, int]:
     """Offset and size of the shard of an extent at a mesh coordinate.
 
+    Raises:
+        SeveralRangesError: An axis deals blocks in turns.
+
     Example:
         >>> shard_at(8, (2, 2), ((1, (5, 3)), (0, None)), (1, 0))
         (3, 2)
     """
     offset = 0
-    for axis, sizes in splits:
+    for axis, cut in splits:
         at = coordinate[axis]
-        if sizes is None:
+        if cut is None:
             start, extent = chunk_at(extent, lengths[axis], at)
+        elif isinstance(cut, int):
+            raise SeveralRangesError(splits)
         else:
-            start, extent = sum(sizes[:at]), sizes[at]
+            start, extent = sum(cut[:at]), cut[at]
         offset += start
     return offset, extent
+
+
+def size_at(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]) -> int:
+    """The size of the shard of an extent at a mesh coordinate.
+
+    Example:
+        >>> size_at(7, (2,), ((0, 2),), (1,))
+        4
+    """
+    for axis, cut in splits:
+        extent = (shard_sizes(extent, lengths[axis], cut) or (0,) * lengths[axis])[coordinate[axis]]
+    return extent
 
 
 @lru_cache(maxsize=4096)
@@ -356,8 +509,8 @@ def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
         (1, 2, 3)
     """
     extents = {extent}
-    for axis, sizes in splits:
-        parts = [shard_sizes(size, lengths[axis], sizes) for size in extents]
+    for axis, cut in splits:
+        parts = [shard_sizes(size, lengths[axis], cut) for size in extents]
         if None in parts:
             return ()
         extents = {part for each in parts for part in each or ()}
@@ -451,22 +604,44 @@ def _extents_by_rank(
     extent: int, lengths: Ints, axes: Sequence[int], source: Splits, target: Splits
 ) -> list[Ints]:
     """By coordinates along ``axes``: sizes of a shard before, after, and of the overlap."""
-    (starts, sizes), (starts_after, sizes_after) = (
-        shards(extent, lengths, splits) for splits in (source, target)
-    )
+    before, after = (shard_ranges(extent, lengths, splits) for splits in (source, target))
     here, there = (combination_index(axes, axes_of(s), lengths) for s in (source, target))
     extents: list[Ints] = []
     for i, j in zip(here, there, strict=True):
-        low, high = max(starts[i], starts_after[j]), starts[i] + sizes[i]
-        high = min(high, starts_after[j] + sizes_after[j])
-        extents.append((sizes[i], sizes_after[j], max(0, high - low)))
+        overlaps = [
+            max(0, min(a + n, b + m) - max(a, b)) for a, n in before[i] for b, m in after[j]
+        ]
+        sizes = [sum([size for _, size in ranges]) for ranges in (before[i], after[j])]
+        extents.append((*sizes, sum(overlaps)))
     return extents
 
 
 def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:
-    """The region of a tensor that the rank at a mesh coordinate holds."""
+    """The region of a tensor that the rank at a mesh coordinate holds.
+
+    Raises:
+        SeveralRangesError: It holds several, as an axis deals blocks of a dim in turns.
+    """
     spans = [
         shard_at(extent, lengths, of_dim, coordinate)
         for extent, of_dim in zip(shape, splits, strict=True)
     ]
     return trusted_box(tuple([start for start, _ in spans]), tuple([size for _, size in spans]))
+
+
+def boxes_at(
+    shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]
+) -> tuple[Box, ...]:
+    """The regions of a tensor that the rank at a mesh coordinate holds, ascending by offsets."""
+    if not any(map(is_dealt, splits)):
+        return (box_at(shape, lengths, splits, coordinate),)
+    return _boxes_of([
+        ranges_at(extent, lengths, of_dim, coordinate)
+        for extent, of_dim in zip(shape, splits, strict=True)
+    ])  # fmt: skip
+
+
+def _boxes_of(ranges: Sequence[Ranges]) -> tuple[Box, ...]:
+    """The box of each combination of a range from each dim."""
+    boxes = [list(zip(*each, strict=True)) for each in product(*ranges)]
+    return tuple([trusted_box(offsets, sizes) for offsets, sizes in boxes])

@@ -1,14 +1,24 @@
 """Names that the other packages of tilework use, besides the public names."""
 
 from tilework.layout.box import (
+    Cut,
     Ints,
+    Ranges,
+    SeveralRangesError,
     Splits,
+    all_shard_sizes,
     axes_of,
     box_at,
+    boxes_at,
     infer_splits,
+    is_dealt,
+    packed,
+    ranges_at,
     shard_at,
     shard_extents,
+    shard_sizes,
     shards,
+    size_at,
     trusted_box,
     whole_box,
     whole_number,
@@ -23,6 +33,7 @@ from tilework.layout.placements import (
     order_in,
     placements_in,
     refuse_torch_caller,
+    shard_of,
 )
 from tilework.layout.planning import replicated_tiling, transfer_plan
 from tilework.layout.sharding import existing_dim, normal_form

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilework.layout.box import Ints, chunk_at, whole_number, whole_numbers
+from tilework.layout.box import Cut, Ints, chunk_at, whole_number, whole_numbers
 
 _OURS = (
     "a tilework placement: torch.distributed's functions need the placements of "
@@ -15,6 +15,7 @@ _OURS = (
 )
 _DIM = "Shard takes a dim, a whole number such as 0 or -1"
 _SIZES = "Shard takes sizes, a whole number for each rank along the axis, as (3, 5)"
+_TURNS = "Shard takes turns, a whole number such as 2"
 _ORDER = "order has the number of each axis of the mesh once, as (1, 0)"
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
@@ -51,18 +52,25 @@ class Shard(_PlacementKind):
     Args:
         dim: The tensor dim; negative numbers count from the last.
         sizes: The size of each shard; None: as ``torch.chunk`` splits.
+        turns: The number of blocks of each shard. With 2 or more, ``dim`` is split into ``turns``
+            times as many blocks as there are ranks, as ``torch.chunk`` splits, and the blocks are
+            dealt to the ranks forth and back: of p ranks, rank r has blocks r and 2p-1-r with
+            ``turns=2``. They follow each other in the local tensor. Ranks then have equally much to
+            do where work grows along the dim, as in causal attention.
 
     Raises:
-        ValueError: ``sizes`` is empty or has a negative number.
-        TypeError: ``dim`` or an item of ``sizes`` is not an integer.
+        ValueError: ``sizes`` is empty or has a negative number, ``turns`` is below 1, or both are
+            given.
+        TypeError: ``dim``, ``turns`` or an item of ``sizes`` is not an integer.
 
     Example:
-        >>> Shard(0), Shard(-1, sizes=(3, 5))
-        (Shard(dim=0), Shard(dim=-1, sizes=(3, 5)))
+        >>> Shard(0), Shard(-1, sizes=(3, 5)), Shard(1, turns=2)
+        (Shard(dim=0), Shard(dim=-1, sizes=(3, 5)), Shard(dim=1, turns=2))
     """
 
     dim: int
     sizes: Ints | None = None
+    turns: int = 1
 
     def __post_init__(self) -> None:
         if self.dim.__class__ is not int:
@@ -72,6 +80,18 @@ class Shard(_PlacementKind):
             if not sizes or min(sizes) < 0:
                 raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
+        if self.turns != 1 or self.turns.__class__ is not int:
+            object.__setattr__(self, "turns", whole_number(self.turns, _TURNS))
+            if self.turns < 1 or self.sizes is not None:
+                raise ValueError(
+                    f"Shard takes sizes, or turns of 1 or more that deal equal blocks; got "
+                    f"sizes={self.sizes}, turns={self.turns}"
+                )
+
+    @property
+    def cut(self) -> Cut:
+        """The way to split the dim: the sizes, the number of turns, or None as by default."""
+        return self.sizes if self.turns == 1 else self.turns
 
     @staticmethod
     def local_shard_size_and_offset(
@@ -92,11 +112,19 @@ class Shard(_PlacementKind):
         return size, offset
 
     def __repr__(self) -> str:
-        return (
-            f"Shard(dim={self.dim})"
-            if self.sizes is None
-            else f"Shard(dim={self.dim}, sizes={self.sizes})"
-        )
+        sizes = "" if self.sizes is None else f", sizes={self.sizes}"
+        turns = "" if self.turns == 1 else f", turns={self.turns}"
+        return f"Shard(dim={self.dim}{sizes}{turns})"
+
+
+def shard_of(dim: int, cut: Cut) -> Shard:
+    """The placement that splits a dim in this way.
+
+    Example:
+        >>> shard_of(0, (3, 5)), shard_of(1, 2)
+        (Shard(dim=0, sizes=(3, 5)), Shard(dim=1, turns=2))
+    """
+    return Shard(dim, turns=cut) if isinstance(cut, int) else Shard(dim, cut)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,14 @@
 
 Several axes may shard one dim, in an order: the outermost axis splits the whole extent, the next
 splits each of these shards, and so on. The ``splits`` of a dim are that order as a tuple; each
-entry is an axis and the sizes of the shards that the axis makes. Everything else follows from the
-splits: the shards of a dim (:func:`shards`), the shard at a mesh coordinate (:func:`shard_at`),
-their sizes (:func:`shard_extents`), the inverse from sizes to splits (:func:`infer_splits`), the
-normal form of a layout (:func:`normal_layout`), and its tiling (:func:`mesh_tiling`).
+entry is an axis and the way in which the axis splits. Everything else follows from the splits: the
+shards of a dim (:func:`shards`), the shard at a mesh coordinate (:func:`shard_at`), their sizes
+(:func:`shard_extents`), the inverse from sizes to splits (:func:`infer_splits`), the normal form of
+a layout (:func:`normal_layout`), and its tiling (:func:`mesh_tiling`).
+
+A shard is one range of the dim, unless an axis deals blocks in turns: then it is several ranges,
+one after the other (:func:`shard_ranges`, :func:`ranges_at`). Whoever asks for *the* range of such
+a shard gets :class:`SeveralRangesError`.
 
 The same functions serve the dims of tensors and the factors of operators.
 """
@@ -14,16 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from tilework.layout.box import (
     Box,
+    Cut,
     Ints,
     Splits,
     axes_of,
+    boxes_at,
     chunk_offsets,
     chunk_sizes,
     combination_index,
+    is_dealt,
     shard_extents,
     shards,
     sums_of_combinations,
@@ -37,6 +45,7 @@ from tilework.layout.placements import (
     Shard,
     check_placements,
     native_placement,
+    shard_of,
 )
 from tilework.layout.tiling import Tile, Tiling, trusted_tile, trusted_tiling
 
@@ -63,17 +72,15 @@ def splits_of(shape: Ints, lengths: Ints, layout: Layout) -> tuple[Splits, ...]:
         if isinstance(placement, Shard):
             dim = existing_dim(placement.dim, shape)
             extents = shard_extents(shape[dim], lengths, splits[dim])
-            sizes = _normal_sizes(placement, extents, lengths[axis], dim, shape)
-            splits[dim] = (*splits[dim], (axis, sizes))
+            cut = _normal_cut(placement, extents, lengths[axis], dim, shape)
+            splits[dim] = (*splits[dim], (axis, cut))
     return tuple(splits)
 
 
-def _normal_sizes(
-    placement: Shard, extents: Ints, length: int, dim: int, shape: Ints
-) -> Ints | None:
+def _normal_cut(placement: Shard, extents: Ints, length: int, dim: int, shape: Ints) -> Cut:
     sizes = placement.sizes
     if sizes is None:
-        return None
+        return None if length == 1 else placement.cut
     for extent in extents:
         if len(sizes) != length or sum(sizes) != extent:
             raise ValueError(
@@ -106,8 +113,8 @@ def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
     """
     placements = list(layout.placements)
     for dim, of_dim in enumerate(splits):
-        for axis, sizes in of_dim:
-            placements[axis] = Shard(dim, sizes)
+        for axis, cut in of_dim:
+            placements[axis] = shard_of(dim, cut)
     return Layout(tuple(placements), normal_order(len(placements), splits))
 
 
@@ -169,7 +176,8 @@ def mesh_tiling(
         sums_of_combinations([spans[axis] for axis in axes])
         for axes in (sharding, kinds[Replicate], kinds[Partial])
     )
-    boxes = list(zip(cells, _boxes(shape, lengths, splits, sharding), strict=True))
+    every = _boxes(shape, lengths, splits, sharding)
+    boxes = [(cell, box) for cell, of_cell in zip(cells, every, strict=True) for box in of_cell]
 
     def tile(place: int, box: Box) -> Tile:
         return trusted_tile(box, tuple([ranks[place + copy] for copy in copies]))
@@ -190,8 +198,17 @@ def _spans(lengths: Ints) -> list[range]:
 
 def _boxes(
     shape: Ints, lengths: Ints, splits: Sequence[Splits], sharding: Sequence[int]
-) -> list[Box]:
-    """The box for each combination of coordinates along the axes that shard."""
+) -> list[tuple[Box, ...]]:
+    """The boxes for each combination of coordinates along the axes that shard."""
+    if not shape:
+        return [(Box((), ()),)]
+    if any(map(is_dealt, splits)):
+        places = product(*[range(lengths[axis]) for axis in sharding])
+        coordinates = [dict(zip(sharding, place, strict=True)) for place in places]
+        return [
+            boxes_at(shape, lengths, splits, [at.get(axis, 0) for axis in range(len(lengths))])
+            for at in coordinates
+        ]
     count = math.prod([lengths[axis] for axis in sharding])
     offsets: list[Sequence[int]] = []
     sizes: list[Sequence[int]] = []
@@ -204,9 +221,8 @@ def _boxes(
             index = combination_index(sharding, axes_of(of_dim), lengths)
             offsets.append([starts[i] for i in index])
             sizes.append([parts[i] for i in index])
-    if not shape:
-        return [Box((), ())]
-    return list(map(trusted_box, zip(*offsets, strict=True), zip(*sizes, strict=True)))
+    boxes = map(trusted_box, zip(*offsets, strict=True), zip(*sizes, strict=True))
+    return [(box,) for box in boxes]
 
 
 def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:

@@ -13,14 +13,14 @@ from typing import Literal
 from tilework.layout.box import (
     Ints,
     Splits,
+    all_shard_sizes,
     axes_of,
     combination_index,
     most_moved,
     shard_extents,
-    shards,
 )
 from tilework.layout.cost import CostModel
-from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
+from tilework.layout.placements import Layout, Partial, Placement, Replicate, shard_of
 from tilework.layout.sharding import normal_order, splits_of
 
 
@@ -78,8 +78,8 @@ def layout_of(state: ShardState, lengths: Ints, reduce_op: str) -> Layout:
     """The layout of a state; axes of length 1 replicate."""
     placements: list[Placement] = [Replicate()] * len(lengths)
     for dim, splits in enumerate(state.splits):
-        for axis, sizes in splits:
-            placements[axis] = Shard(dim, sizes)
+        for axis, cut in splits:
+            placements[axis] = shard_of(dim, cut)
     for axis in state.partial:
         placements[axis] = Partial(reduce_op)
     return Layout(tuple(placements), normal_order(len(lengths), state.splits))
@@ -190,7 +190,7 @@ class SearchSpace:
                 n = self._members(axes_of(splits))
                 moved = 0
                 for extent in shard_extents(self.shape[dim], self.lengths, at.splits[dim]):
-                    _, sizes = shards(extent, self.lengths, splits)
+                    sizes = all_shard_sizes(extent, self.lengths, splits)
                     moved = max(moved, extent - min(sizes), (n - 1) * max(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
                 after = at.sharded(dim, splits)
@@ -216,9 +216,9 @@ class SearchSpace:
         pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
         most = 0
         for gathered in shard_extents(self.shape[here], self.lengths, after.splits[here]):
-            _, before = shards(gathered, self.lengths, off)
+            before = all_shard_sizes(gathered, self.lengths, off)
             for extent in shard_extents(self.shape[there], self.lengths, at.splits[there]):
-                _, parts = shards(extent, self.lengths, on)
+                parts = all_shard_sizes(extent, self.lengths, on)
                 for size, place in zip(before, pairs, strict=True):
                     part = parts[place]
                     most = max(most, size * (extent - part), (gathered - size) * part)
@@ -230,7 +230,7 @@ class SearchSpace:
                 splits, after = at.splits[dim][-count:], at.gathered(dim, count)
                 moved = 0
                 for extent in shard_extents(self.shape[dim], self.lengths, after.splits[dim]):
-                    _, sizes = shards(extent, self.lengths, splits)
+                    sizes = all_shard_sizes(extent, self.lengths, splits)
                     moved = max(moved, extent - min(sizes))
                 moved *= most_elements(self.shape, self.lengths, at, (dim,))
                 yield self._edge("all_gather", axes_of(splits), after, moved)

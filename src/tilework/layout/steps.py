@@ -103,10 +103,11 @@ class Steps(Shown):
 
 
 def _short(placement: Placement) -> str:
-    """A placement in few letters: S0, S1(3,5), R, P(sum)."""
+    """A placement in few letters: S0, S1(3,5), S1(2 turns), R, P(sum)."""
     if isinstance(placement, Shard):
         sizes = "" if placement.sizes is None else f"({','.join(map(str, placement.sizes))})"
-        return f"S{placement.dim}{sizes}"
+        turns = "" if placement.turns == 1 else f"({placement.turns} turns)"
+        return f"S{placement.dim}{sizes}{turns}"
     return "R" if isinstance(placement, Replicate) else f"P({placement.reduce_op})"
 
 

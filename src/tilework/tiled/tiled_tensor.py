@@ -31,6 +31,10 @@ class InTorchCheckpoints:
     def local_tiles(self) -> list[Tensor]:
         """This rank's tiles, in the order of ``tiling.of(rank)``."""
 
+    def local_memory(self) -> list[Tensor]:
+        """The plain tensors in which this rank's tiles lie: the tiles, unless they are views."""
+        return self.local_tiles()
+
     @property
     def is_snapshot(self) -> bool:
         """True if the tiles are copies of elements of a base, which had to move to this rank."""

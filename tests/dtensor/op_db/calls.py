@@ -270,7 +270,8 @@ def some_layouts(
             found.append(None)
             continue
         dims = one.dim()
-        ways: list[Placement] = [Replicate(), *map(Shard, range(dims)), *map(Shard, range(dims))]
+        ways: list[Placement] = [Replicate(), *map(Shard, range(dims))]
+        ways += [Shard(dim, turns=2) for dim in range(dims)]
         if one.is_floating_point() and one.dtype.itemsize > 1:
             ways.append(Partial("sum"))
         if number < 2 and len(mesh) == 1:

@@ -75,7 +75,7 @@ def part_of(spec: DTensorSpec, terms: Tensor) -> Tensor:
     number = 0
     for axis in spec.partial_axes:
         number = number * spec.mesh.shape[axis] + place[axis]
-    return terms[number][spec.local_box.slices].clone()
+    return spec.local_part(terms[number]).clone()
 
 
 def specs_of(mesh: DeviceMesh, shape: Ints, choices: list[list[Placement]]) -> list[DTensorSpec]:
@@ -256,7 +256,7 @@ def test_memory_of_any_kind() -> None:
         source, shape = spec_of(mesh, [Shard(0)], (4, 6)), (2, 6)
         rank = mesh.get_local_rank()
         whole = torch.randn(4, 6, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
-        mine = whole[source.local_box.slices]
+        mine = source.local_part(whole)
         column = torch.full((1, 1), rank + 1.0, dtype=torch.complex64).expand(shape)
         for local, value in [
             (mine.t().contiguous().t(), whole),

@@ -140,6 +140,47 @@ def full(
     return _filled(make, f"full {fill_value}", spec, dtype, requires_grad)
 
 
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """The numbers from ``start`` to ``end``, as by ``torch.arange``. Local.
+
+    Each rank makes all of them, and keeps its part: the positions of a sequence, in any layout.
+    Other arguments and errors as for :func:`zeros`.
+
+    Args:
+        start: The first number; without ``end``, numbers go from 0 to ``start``.
+        end: The end, which is not among the numbers.
+        step: The distance between numbers.
+
+    Example:
+        >>> from tilework.dtensor import Shard, arange, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = arange(8, device_mesh=mesh, placements=[Shard(0, turns=2)])
+        ...     return x.to_local().tolist()
+        >>> run_ranks(2, program)
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    first, last = (0, start) if end is None else (start, end)
+    every = torch.arange(first, last, step, dtype=dtype)
+    spec = _spec((len(every),), torch.strided, device_mesh, placements, None)
+
+    def make(shape: Sequence[int], *, device: str, **_: Any) -> Tensor:
+        part = spec.local_part(every) if spec.takes_part else every[:0]
+        return part.to(device, copy=True)
+
+    return _filled(make, f"arange {first} {last} {step}", spec, dtype, requires_grad)
+
+
 def rand(
     *size: _Sizes,
     requires_grad: bool = False,

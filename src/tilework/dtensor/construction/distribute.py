@@ -203,13 +203,13 @@ def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool
     if meta:
         return local
     if source is None:
-        local.copy_(full[dual.local_box.slices])
+        local.copy_(dual.local_part(full))
     else:
         rank = get_rank()
         run_plan(
             transfer_plan(replicated_tiling(spec.shape, (source,)), dual.tiling, rank),
             [on_device(full, mesh)] if rank == source else [],
             mesh.axes_group(range(mesh.ndim)),
-            out=[local],
+            out=dual.tiles_of(local),
         )
     return redistribute_local(local, dual, spec)

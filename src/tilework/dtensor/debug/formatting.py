@@ -37,8 +37,11 @@ def layout_text(spec: DTensorSpec, dtype: torch.dtype) -> str:
 
     def axis_text(axis: int) -> str:
         placement = spec.placements[axis]
-        sizes = placement.sizes if isinstance(placement, Shard) else None
-        return f"@{names[axis]}" + (f"({'+'.join(map(str, sizes))})" if sizes else "")
+        assert isinstance(placement, Shard)
+        if placement.turns > 1:
+            return f"@{names[axis]}({placement.turns} turns)"
+        sizes = "" if placement.sizes is None else f"({'+'.join(map(str, placement.sizes))})"
+        return f"@{names[axis]}{sizes}"
 
     dims = [
         f"{size}{''.join(map(axis_text, spec.axes_of(dim)))}" for dim, size in enumerate(spec.shape)

@@ -11,7 +11,8 @@ import torch
 
 from tilework.dtensor.propagation.dtensor_call import with_tensors
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.layout import Replicate, Shard, chunk_sizes
+from tilework.layout import Replicate, Shard
+from tilework.layout.internal import shard_sizes
 from tilework.tiled import Arg, OpCall, OpEntry, RuleResult
 
 
@@ -35,6 +36,11 @@ class DTensorArg(Arg):
     @property
     def layout(self) -> DTensorSpec:
         return self.spec
+
+    @property
+    def without_turns(self) -> DTensorArg:
+        """The argument, as if no axis dealt blocks of a dim in turns."""
+        return DTensorArg(self.number, self.spec.without_turns, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +250,7 @@ def carried_dims(
     ranks = spec.mesh.shape[axis]
     placed = [(each.placements[axis], each.shape) for each in answer.outputs]
     dims = [
-        (each.dim, list(each.sizes or chunk_sizes(shape[each.dim], ranks)))
+        (each.dim, list(shard_sizes(shape[each.dim], ranks, each.cut) or ()))
         for each, shape in placed
         if isinstance(each, Shard)
     ]

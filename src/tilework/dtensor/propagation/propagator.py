@@ -37,7 +37,8 @@ from tilework.dtensor.propagation.refusals import (
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.provenance.digests import plain_number
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.tiled import Decomposition, LocalCall, OpEntry, RuleResult, aten_parameters
+from tilework.layout.internal import SeveralRangesError
+from tilework.tiled import Decomposition, Factor, LocalCall, OpEntry, RuleResult, aten_parameters
 
 
 class ShardingPropagator:
@@ -189,6 +190,8 @@ class ShardingPropagator:
                 continue
             try:
                 result = rule(*positional, **named)
+            except SeveralRangesError:  # the rule looks along a dim
+                return self._ask_rule(call, [arg.without_turns for arg in args])
             except (IndexError, ValueError) as error:
                 raise_torchs(error, call)
             except TypeError as error:
@@ -205,6 +208,7 @@ class ShardingPropagator:
         local_call: LocalCall,
         args: Sequence[DTensorArg],
         meta_result: Any,
+        in_ranges: frozenset[Factor] = frozenset(),
     ) -> OpSharding | None:
         """The cheapest sharding of a call on local tensors; None if unknown."""
         shapes = _shapes_of_results(local_call, meta_result)
@@ -213,12 +217,16 @@ class ShardingPropagator:
         if not local_call.fits(args):
             return None
         specs = [arg.spec for arg in args]
-        strategy, stays = self._strategy(local_call, args, shapes)
+        strategy, stays = self._strategy(local_call, args, shapes, in_ranges)
         if strategy is None or (self.in_place and strategy.outputs[0].shape != specs[0].shape):
             return None
         self._refuse_as_others(call, strategy.inputs, local_call.run is None)
         inputs = _input_layouts(strategy, specs)
-        run = None if local_call.run is None else local_call.run(strategy)
+        try:
+            run = None if local_call.run is None else local_call.run(strategy)
+        except SeveralRangesError as error:  # the function looks along a dim
+            wanted = in_ranges | {error.of}
+            return self._local_call(call, local_call, args, meta_result, wanted)
         return OpSharding(
             OnLocals(run, meta_result),
             inputs,
@@ -229,15 +237,19 @@ class ShardingPropagator:
         )
 
     def _strategy(
-        self, local_call: LocalCall, args: Sequence[DTensorArg], shapes: Sequence[Ints] | None
+        self,
+        local_call: LocalCall,
+        args: Sequence[DTensorArg],
+        shapes: Sequence[Ints] | None,
+        in_ranges: frozenset[Factor],
     ) -> tuple[Strategy | None, bool]:
         """The cheapest strategy or None, and True if a written tensor keeps its layout."""
         specs, sizes = [arg.spec for arg in args], [arg.dtype.itemsize for arg in args]
         if self.in_place:
-            strategy = choose(local_call.map, specs, sizes, shapes, fixed=(0,))
+            strategy = choose(local_call.map, specs, sizes, shapes, fixed=(0,), in_ranges=in_ranges)
             if strategy is not None:
                 return strategy, True
-        return choose(local_call.map, specs, sizes, shapes), False
+        return choose(local_call.map, specs, sizes, shapes, in_ranges=in_ranges), False
 
     def _gathered(
         self, call: DTensorCall, args: Sequence[DTensorArg], meta_result: Any

@@ -166,7 +166,7 @@ def empty_parts_refusal(
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
     """The local shapes on the first rank that has a part of every dim with elements."""
     for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
-        shapes = [spec.box_at(coordinate).sizes for spec in specs]
+        shapes = [spec.sizes_at(coordinate) for spec in specs]
         if not any(
             size == 0 != full_size
             for shape, spec in zip(shapes, specs, strict=True)

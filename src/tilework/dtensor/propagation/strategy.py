@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,10 +13,15 @@ from tilework.layout import Partial, Placement, Replicate, Shard, chunk_sizes
 from tilework.layout.internal import (
     DEFAULT_COST,
     AxisChange,
+    Cut,
+    SeveralRangesError,
     Splits,
     axes_of,
+    is_dealt,
     shard_at,
     shard_extents,
+    shard_of,
+    size_at,
 )
 from tilework.mesh import DeviceMesh
 from tilework.tiled import Dim, DimFactors, Factor, FactorMap, volume
@@ -28,11 +33,11 @@ class ShardFactor:
 
     Args:
         factor: The factor.
-        sizes: The sizes of the shards; None: as ``torch.chunk`` splits.
+        cut: The way in which the axis splits it.
     """
 
     factor: Factor
-    sizes: Ints | None = None
+    cut: Cut = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,17 @@ class Strategy:
         return axes_of(_splits(factor, self.roles, self.order))
 
     def local_range(self, factor: Factor) -> tuple[int, int]:
-        """Offset and size of this rank's shard of a factor; an empty one outside the mesh."""
+        """Offset and size of this rank's shard of a factor; an empty one outside the mesh.
+
+        Raises:
+            SeveralRangesError: The shard is several ranges of the factor.
+        """
         coordinate = self.mesh.get_coordinate()
+        splits = _splits(factor, self.roles, self.order)
+        if is_dealt(splits):
+            raise SeveralRangesError(factor)
         if coordinate is None:
             return 0, 0
-        splits = _splits(factor, self.roles, self.order)
         return shard_at(factor.size, self.mesh.spec.shape, splits, coordinate)
 
     def is_sharded(self, factor: Factor) -> bool:
@@ -97,12 +108,21 @@ class Strategy:
         """True if some rank's shard of an input has no elements."""
         coordinates = list(itertools.product(*map(range, self.mesh.spec.shape)))
         return any(
-            spec.box_at(coordinate).empty for spec in set(self.inputs) for coordinate in coordinates
+            0 in spec.sizes_at(coordinate)
+            for spec in set(self.inputs)
+            for coordinate in coordinates
         )
 
     def local_size(self, dim: Dim) -> int:
         """The size of this rank's shard of a dim."""
-        return math.prod([self.local_range(factor)[1] for factor in dim])
+        coordinate, lengths = self.mesh.get_coordinate(), self.mesh.spec.shape
+        if coordinate is None:
+            return 0 if dim else 1
+        splits = [_splits(factor, self.roles, self.order) for factor in dim]
+        return math.prod([
+            size_at(factor.size, lengths, of_factor, coordinate)
+            for factor, of_factor in zip(dim, splits, strict=True)
+        ])  # fmt: skip
 
 
 def choose(
@@ -111,6 +131,7 @@ def choose(
     itemsizes: Sequence[int],
     out_shapes: Sequence[Ints] | None = None,
     fixed: Sequence[int] = (),
+    in_ranges: Collection[Factor] = (),
 ) -> Strategy | None:
     """The cheapest strategy for an operator; None if there is none.
 
@@ -127,8 +148,10 @@ def choose(
         out_shapes: The outputs' shapes; None: the factors determine them.
         fixed: The numbers of inputs that are written in place. They must keep their layouts, and
             the first outputs have the same.
+        in_ranges: The factors that no axis may deal in turns.
     """
-    candidates = [_roles(mapped, specs, axis) for axis in range(len(specs[0].placements))]
+    axes = range(len(specs[0].placements))
+    candidates = [_roles(mapped, specs, axis, in_ranges) for axis in axes]
     shapes = out_shapes or [tuple(map(volume, dims)) for dims in mapped.outputs]
     best: Strategy | None = None
     for roles in itertools.product(*candidates):
@@ -152,7 +175,9 @@ def _rank(strategy: Strategy) -> tuple[float, int]:
 # -- candidates --------------------------------------------------------------------------------
 
 
-def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[Role]:
+def _roles(
+    mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int, in_ranges: Collection[Factor]
+) -> list[Role]:
     """The candidates for the role of an axis."""
     roles: list[Role] = []
     for number, (spec, dims) in enumerate(zip(specs, mapped.inputs, strict=True)):
@@ -163,8 +188,10 @@ def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[R
             factor = next((each for each in dim if each.size != 1), dim[0] if dim else None)
             if factor is None or factor.unshardable:
                 continue
-            sizes = _factor_sizes(placement, spec, axis, dim, factor)
-            roles += [ShardFactor(factor, sizes), ShardFactor(factor)]
+            cut = _factor_cut(placement, spec, axis, dim, factor)
+            if not isinstance(cut, int) or factor not in in_ranges:
+                roles.append(ShardFactor(factor, cut))
+            roles.append(ShardFactor(factor))
         elif isinstance(placement, Partial):
             whole = any(each.placements[axis] != placement for each in specs)
             if whole and placement.reduce_op == mapped.extremum:
@@ -186,13 +213,15 @@ def _partial_together(mapped: FactorMap, reduce_op: str) -> Sequence[frozenset[i
     return mapped.linear if reduce_op in ("sum", "avg") else ()
 
 
-def _factor_sizes(
-    placement: Shard, spec: DTensorSpec, axis: int, dim: Dim, factor: Factor
-) -> Ints | None:
-    """The sizes that split the factor as the dim is split; None: as ``torch.chunk`` does."""
+def _factor_cut(placement: Shard, spec: DTensorSpec, axis: int, dim: Dim, factor: Factor) -> Cut:
+    """The way to split the factor as the dim is split; None: as ``torch.chunk`` does."""
     inner = math.prod(each.size for each in dim) // (factor.size or 1)
     sizes = placement.sizes
-    if sizes is None and (inner == 1 or len(spec.axes_of(placement.dim)) > 1):
+    alone = len(spec.axes_of(placement.dim)) == 1
+    if placement.turns > 1:
+        blocks = placement.turns * spec.mesh.spec.shape[axis]
+        return placement.turns if _has_same_blocks(factor.size, inner, blocks, alone) else None
+    if sizes is None and (inner == 1 or not alone):
         return None
     if sizes is None:
         sizes = tuple(chunk_sizes(spec.shape[placement.dim], spec.mesh.spec.shape[axis]))
@@ -200,6 +229,15 @@ def _factor_sizes(
         return None
     of_factor = tuple(size // inner for size in sizes)
     return None if list(of_factor) == chunk_sizes(sum(of_factor), len(of_factor)) else of_factor
+
+
+def _has_same_blocks(size: int, inner: int, blocks: int, alone: bool) -> bool:
+    """True if blocks of a dim are blocks of its outermost factor, with ``inner`` elements each.
+
+    If several axes shard the dim (``alone`` is False), only if both are the same.
+    """
+    of_dim, of_factor = chunk_sizes(size * inner, blocks), chunk_sizes(size, blocks)
+    return inner == 1 or (alone and of_dim == [count * inner for count in of_factor])
 
 
 # -- one assignment of roles -------------------------------------------------------------------
@@ -261,11 +299,11 @@ class _Assignment:
         if len(having) > 1 or any(factor.size != 1 for factor in dim[:at]):
             raise _Infeasible
         inner = volume(dim[at + 1 :])
-        if role.sizes is not None:
-            return Shard(having[0], tuple(size * inner for size in role.sizes))
-        if inner == 1:
-            return Shard(having[0])
         length = self._mesh.shape[axis]
+        if isinstance(role.cut, tuple):
+            return Shard(having[0], tuple(size * inner for size in role.cut))
+        if self._is_cut_alike(role, inner, length):
+            return shard_of(having[0], role.cut)
         outer = self._order[: self._order.index(axis)]
         splits = _splits(role.factor, self._roles, outer)
         sizes = {
@@ -277,6 +315,15 @@ class _Assignment:
         if len(sizes) > 1:
             raise _Infeasible
         return Shard(having[0], sizes.pop())
+
+    def _is_cut_alike(self, role: ShardFactor, inner: int, length: int) -> bool:
+        """True if a dim is cut as the outermost factor; raises if blocks cannot be dealt so."""
+        alone = len(_splits(role.factor, self._roles, self._order)) == 1
+        if not isinstance(role.cut, int):
+            return inner == 1
+        if not _has_same_blocks(role.factor.size, inner, role.cut * length, alone):
+            raise _Infeasible
+        return True
 
     def _without(self, number: int | None, factor: Factor) -> Placement:
         """The placement, along a sharding axis, of an input or output without the factor."""
@@ -292,7 +339,7 @@ def _splits(factor: Factor, roles: Sequence[Role], order: Sequence[int]) -> Spli
     """The splits of a factor by the axes in ``order``."""
     return tuple(
         [
-            (axis, role.sizes)
+            (axis, role.cut)
             for axis in order
             if isinstance(role := roles[axis], ShardFactor) and role.factor is factor
         ]

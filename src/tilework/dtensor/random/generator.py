@@ -101,7 +101,8 @@ def fill_local(local: Tensor, key: Key, distribution: Distribution, spec: DTenso
     Autograd does not see it.
     """
     if spec.takes_part:
-        philox.fill(local, key, distribution, spec.shape, spec.local_box.offsets)
+        for tile, box in zip(spec.tiles_of(local), spec.local_boxes, strict=True):
+            philox.fill(tile, key, distribution, spec.shape, box.offsets)
     return local
 
 

@@ -20,6 +20,7 @@ from tilework.comm.contract import AnyReduceOp, ProcessGroup, RedOpType, Work, c
 from tilework.comm.operations.internal import LARGE_BYTES, empty_tensor, identity_element, run_plan
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box, Partial, Replicate, Shard, Step, Tiling, mesh_tiling, plan
+from tilework.layout.internal import packed, ranges_at
 
 #: Runs a step on a local tensor. The Work is None if the step is done. With ``async_op`` the last
 #: collective may still be in flight, but the local tensor is not read after the return.
@@ -48,32 +49,40 @@ def prepare_step(
             local tensor before the step.
     """
     if step.kind == "slice":
-        return _slice(source, target, last)
+        return _slice(step, source, target, last)
     if step.kind == "fill":
         return _fill(step, target, dtype)
     group = source.mesh.axes_group(step.axes)
-    if step.kind == "plan":
-        return _plan(step, source, target, group)
-    ends = _Ends(step, source, target, group, dtype)
     if step.kind in ("all_reduce", "reduce_scatter"):
         op = RedOpType(source.reduce_op)
         check_reduction(op, dtype)
         if not backend_for(group, source.mesh.device_type).reduces(op, dtype):
             return _plan(step, source, target, group)
-        return _all_reduce(ends, op) if step.kind == "all_reduce" else _reduce_scatter(ends, op)
+        if step.kind == "all_reduce":
+            return _all_reduce(group, op)
+    if step.kind == "plan" or source.is_dealt or target.is_dealt:
+        return _plan(step, source, target, group)
+    ends = _Ends(step, source, target, group, dtype)
+    if step.kind == "reduce_scatter":
+        return _reduce_scatter(ends, RedOpType(source.reduce_op))
     return _all_gather(ends) if step.kind == "all_gather" else _all_to_all(ends)
 
 
 # -- without communication -------------------------------------------------------------------
 
 
-def _slice(source: DTensorSpec, target: DTensorSpec, last: bool) -> RunStep:
-    slices = target.local_box.slices
-    base = source.local_box.offsets
-    region = tuple([slice(s.start - o, s.stop - o) for s, o in zip(slices, base, strict=True)])
+def _slice(step: Step, source: DTensorSpec, target: DTensorSpec, last: bool) -> RunStep:
+    (axis,) = step.axes
+    dim, mesh = _dim(target, axis), source.mesh
+    split = next(split for split in target.splits[dim] if split[0] == axis)
+    here = mesh.get_coordinate() or ()
+    ranges = ranges_at(source.local_shape[dim], mesh.spec.shape, (split,), here)
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, None]:
-        x = x[region]
+        views = [x.narrow(dim, start, size) for start, size in ranges]
+        if len(views) > 1:
+            return torch.cat(views, dim), None
+        (x,) = views
         # A view would keep all of the source in memory, and writes to the view would reach it.
         return (_copy(x) if last else x), None
 
@@ -211,9 +220,7 @@ def _exchange(ends: _Ends, sent: _Division | None, received: _Division) -> RunSt
     return run
 
 
-def _all_reduce(ends: _Ends, op: AnyReduceOp) -> RunStep:
-    group = ends.group
-
+def _all_reduce(group: ProcessGroup, op: AnyReduceOp) -> RunStep:
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
         out = _copy(x)
         return out, group.collective("all_reduce", out, out, op, async_op=async_op)
@@ -264,7 +271,7 @@ def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGr
     mesh, axes = source.mesh, step.axes
     me = mesh.get_rank()
     here = mesh.spec.through(axes, me)
-    together = _without(source, axes).local_box.sizes
+    together = _without(source, axes).local_shape
 
     def tiling(spec: DTensorSpec) -> Tiling:
         order = [axes.index(axis) for axis in spec.order or range(mesh.ndim) if axis in axes]
@@ -272,9 +279,18 @@ def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGr
         return mesh_tiling(together, here.nested(), placements, order=order)
 
     own_plan = plan(tiling(source), tiling(target), me)
+    sources, targets = (
+        [place.slices for place in packed(each.boxes_of(me))]
+        for each in (own_plan.source, own_plan.target)
+    )
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, None]:
-        return run_plan(own_plan, [x], group)[0], None
+        tiles = [x[slices] for slices in sources]
+        if len(targets) == 1:
+            return run_plan(own_plan, tiles, group)[0], None
+        out = empty_tensor(target.local_shape, x.dtype, x.device)
+        run_plan(own_plan, tiles, group, out=[out[slices] for slices in targets])
+        return out, None
 
     return run
 

@@ -34,6 +34,7 @@ from tilework.dtensor.rules.norms import (
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.layout.internal import shard_of
 from tilework.tiled import (
     Arg,
     Decomposition,
@@ -106,7 +107,7 @@ def _has_empty_channels(arg: DTensorArg) -> bool:
     """True if some rank has no channels. torch refuses such a tensor."""
     channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
     return arg.is_sharded(channels) and any(
-        not arg.spec.box_at(place).sizes[channels] for place in product(*places)
+        not arg.spec.sizes_at(place)[channels] for place in product(*places)
     )
 
 
@@ -196,7 +197,7 @@ class _Rows:
             coordinate = list(here)
             for axis, place in zip(self.axes, places, strict=True):
                 coordinate[axis] = place
-            sizes = self.spec.box_at(coordinate).sizes
+            sizes = self.spec.sizes_at(coordinate)
             counts.append([float(math.prod(sizes[dim] for dim in self.dims))])
         return torch.tensor(counts, dtype=torch.float64)
 
@@ -204,7 +205,7 @@ class _Rows:
     def channels(self) -> DTensorSpec:
         """The layout of a 1-d tensor that has one value for each channel of the input."""
         placements: list[Placement] = [
-            Shard(0, placement.sizes)
+            shard_of(0, placement.cut)
             if isinstance(placement, Shard) and placement.dim == 1
             else Replicate()
             for placement in self.spec.placements

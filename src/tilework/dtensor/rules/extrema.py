@@ -32,12 +32,12 @@ from tilework.tiled.rules import any_sharded, extreme_dims, reduce_dims, remaini
 def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResult:
     def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
         fold: Callable[..., Tensor] = getattr(torch, name)
-        if all(ranges.local_range(factors[dim])[1] for dim in dims):
+        if all(ranges.local_size((factors[dim],)) for dim in dims):
             return lambda x: fold(x, dims, keepdim)
         # An empty shard has no extreme. It contributes the identity of the reduction.
         worst = _identity_value(input.dtype, least=name == "amax")
         shape = [
-            1 if dim in dims else ranges.local_range(factor)[1]
+            1 if dim in dims else ranges.local_size((factor,))
             for dim, factor in enumerate(factors)
             if keepdim or dim not in dims
         ]
@@ -207,8 +207,7 @@ def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tup
     index = at if keepdim else _drop_dims(at, (dim,))
     if not (input.requires_grad and torch.is_grad_enabled()):
         return best if keepdim else _drop_dims(best, (dim,)), index
-    box = _spec(input).local_box
-    places = torch.arange(box.sizes[dim], device=input.device) + box.offsets[dim]
+    places = _spec(input).local_indices(dim).to(input.device)
     mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == _local(at)
     count = torch.ones((), device=input.device)
     return _with_gradient(input, best, mask, count, (dim,), keepdim), index

@@ -214,7 +214,7 @@ def _group_norm(
         return torch.group_norm(x, groups, w, b, eps, cudnn_enabled)
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        _, groups = ranges.local_range(group)
+        groups = ranges.local_size((group,))
 
         def normed(*tensors: Tensor) -> Tensor:
             x, w, b = _local_of_args(tensors, [input, weight, bias])

@@ -100,6 +100,7 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 def _shard_number(strategy: LocalRanges, factor: Factor) -> int:
     """The number of this rank's shard of a factor, in the order of shards."""
     assert isinstance(strategy, Strategy)
+    strategy.local_range(factor)  # raises if blocks are dealt in turns, which have no such order
     coordinate, place = strategy.mesh.get_coordinate(), 0
     for axis in strategy.axes(factor):
         place = place * strategy.mesh.shape[axis] + (coordinate[axis] if coordinate else 0)

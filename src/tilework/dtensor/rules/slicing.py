@@ -26,7 +26,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import moved_views
 from tilework.dtensor.views.moved_views import full_in_memory_order, replicated_as
 from tilework.layout import Placement, Replicate, Shard
-from tilework.layout.internal import infer_splits
+from tilework.layout.internal import SeveralRangesError, infer_splits, shard_of
 from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
 from tilework.tiled.rules import SPLITS, dim_at, split_lengths, with_item
 
@@ -93,7 +93,7 @@ def resized(
         sizes: Sizes of shards for axes where they have changed; see :func:`resizable`.
     """
     placements = [
-        Shard(dims[placement.dim], sizes.get(axis, placement.sizes))
+        shard_of(dims[placement.dim], sizes.get(axis, placement.cut))
         if isinstance(placement, Shard)
         else placement
         for axis, placement in enumerate(spec.placements)
@@ -170,8 +170,7 @@ def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
     changed = {dim: span for dim, span in spans.items() if span != (0, input.shape[dim], 1)}
     resizes = {dim: resize_to_range(*span) for dim, span in changed.items() if spec.axes_of(dim)}
     source, sizes = resizable(spec, resizes)
-    box = source.local_box
-    here = {dim: local_slice(*s, box.offsets[dim], box.sizes[dim]) for dim, s in changed.items()}
+    here = {dim: local_slice(*span, *source.local_range(dim)) for dim, span in changed.items()}
     index = tuple([
         here.get(dim, slice(None)) if isinstance(item, slice) else item for item, dim in by_dim
     ])  # fmt: skip
@@ -205,7 +204,7 @@ def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
     index, put = tuple(items), _put(part.run, single, len(kept))
 
     def write(x: DTensor, value: DTensor) -> None:
-        if part.inputs[0] != input.spec:
+        if part.inputs[0] != x._spec:
             put_range_(x, index, value)
             return
         put(x._local_tensor, alias(value, axes))
@@ -241,7 +240,10 @@ def as_ranges(input: DTensor, items: Sequence[Item]) -> tuple[Item, ...]:
 def _put_range_rule(input: DTensorArg, items: Sequence[Item], value: DTensorArg) -> RuleResult:
     """Each rank writes to the part that it has, and the value is there in the same layout."""
     ranges, single = _ranges(input, items)
-    call = slice_call(input, ranges)
+    try:
+        call = slice_call(input, ranges)
+    except SeveralRangesError:
+        return Decomposition(_put_gathered)
     if call.inputs[0] != input.spec:
         return Decomposition(_put_gathered)
     (target,) = call.outputs
@@ -261,7 +263,7 @@ def _put_range_rule(input: DTensorArg, items: Sequence[Item], value: DTensorArg)
                 partial.append(axis)
                 placement = Replicate()
             else:
-                placement = Shard(dims[placement.dim], placement.sizes)
+                placement = shard_of(dims[placement.dim], placement.cut)
         placements.append(placement)
     needed = spec_of(target.mesh, placements, value.shape, target.order)
 
@@ -458,7 +460,6 @@ def _diagonal(
     kept = [dim for dim in range(input.ndim) if dim not in (dim1, dim2)]
     dims = {dim: i for i, dim in enumerate(kept)} | {along: len(kept)}
     shape = [*(input.shape[dim] for dim in kept), stop - start]
-    row, column = source.local_box.offsets[dim1], source.local_box.offsets[dim2]
-    here = offset + row - column
+    here = offset + source.local_range(dim1)[0] - source.local_range(dim2)[0]
     out = resized(source, shape, dims, sizes)
     return PlacedCall([source], [out], lambda x: x.diagonal(here, dim1, dim2))

@@ -77,7 +77,7 @@ def grad_dtype_of(tensor: Tensor) -> torch.dtype:
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold this rank's part; of a plain tensor, the tensor itself."""
-    return list(tensor.local_tiles()) if isinstance(tensor, TiledTensor) else [tensor]
+    return list(tensor.local_memory()) if isinstance(tensor, TiledTensor) else [tensor]
 
 
 def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:

@@ -57,7 +57,7 @@ class ModuleStructure:
         self._kinds = list(map(_kind, self._held))
         #: The parameters with local tensors, and the local tensors.
         self._tiled = [p for p in self._held if isinstance(p, TiledTensor)]
-        self._tiles = [p.local_tiles() for p in self._tiled]
+        self._tiles = [p.local_memory() for p in self._tiled]
 
     def is_current(self, module: nn.Module) -> bool:
         """True unless modules or parameters were added, replaced, removed, frozen or cast."""
@@ -66,7 +66,7 @@ class ModuleStructure:
             and self._members.is_current()
             and list(map(_kind, self._held)) == self._kinds
             and all(
-                list(map(id, parameter.local_tiles())) == list(map(id, tiles))
+                list(map(id, parameter.local_memory())) == list(map(id, tiles))
                 for parameter, tiles in zip(self._tiled, self._tiles, strict=True)
             )
         )

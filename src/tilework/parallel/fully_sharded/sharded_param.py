@@ -166,7 +166,7 @@ def dim_of(name: str, parameter: nn.Parameter, placement: Any) -> int:
     """
     if placement is None:
         return 0
-    if type(placement) is not Shard:
+    if type(placement) is not Shard or placement.turns > 1:
         raise TypeError(
             f"shard_placement_fn returns Shard(dim) or None, got {placement!r} for {name}"
         )

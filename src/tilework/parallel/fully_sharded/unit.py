@@ -673,7 +673,7 @@ class Unit:
                 value = torch.zeros_like(param.local, dtype=param.grad_dtype)
             whole = wrap(value.detach(), param.spec).full_tensor()
             if param.tensor_parallel is not None:
-                whole = whole[param.tensor_parallel.local_box.slices]
+                whole = param.tensor_parallel.local_part(whole)
             results.append(whole)
         return list(results)
 

@@ -114,7 +114,9 @@ class MeshAxis:
         if cut.dim is None or (cut.layer.mesh, cut.layer.axis) != (self.mesh, self.number):
             return
         dim = cut.dim % ndim
-        if not isinstance(layout, Shard) or layout.dim % ndim != dim or not cut.leads:
+        shard = layout if isinstance(layout, Shard) else None
+        fits = shard and (shard.dim % ndim, shard.turns) == (dim, cut.layer.turns)
+        if not fits or not cut.leads:
             how = "" if cut.leads else ", where another dim was merged before it"
             raise ValueError(
                 f"{what} is this rank's part of the output of {cut.layer.name}, cut in dim {dim} "
@@ -158,6 +160,7 @@ class MeshAxis:
         if dim is None or is_row:
             return as_rank_part(local, layer.cut(None))
         layer.sizes = tensor.shape[dim], local.shape[dim]
+        layer.turns = placement.turns if isinstance(placement, Shard) else 1
         return as_rank_part(local, layer.cut((dim, True)))
 
     def _follows(self, local: Tensor) -> bool:

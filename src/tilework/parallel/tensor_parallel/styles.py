@@ -295,6 +295,11 @@ def _layout(layout: Placement | None, default: Placement) -> Placement:
             f"a layout is a single placement for the axis, Shard(dim), Replicate() or Partial(). "
             f"Got {layout!r}"
         )
+    if isinstance(layout, Shard) and layout.turns > 1:
+        raise ValueError(
+            f"features of linear layers are not dealt in turns, got {layout!r}: give "
+            f"Shard({layout.dim}), or deal a sequence's dim with PrepareModuleInput"
+        )
     return layout
 
 

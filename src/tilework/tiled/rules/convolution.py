@@ -65,9 +65,7 @@ def _shape_with_row(
     shape = []
     for dim, size in zip(dims, arg.shape, strict=True):
         factors = (dim,) if isinstance(dim, Factor) else dim
-        sizes = [
-            max(ranges.local_range(factor)[1], min(factor.size, 1)) for factor in factors or ()
-        ]
+        sizes = [max(ranges.local_size((factor,)), min(factor.size, 1)) for factor in factors or ()]
         shape.append(math.prod(sizes) if sizes else size)
     return shape
 
@@ -156,7 +154,7 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
                 function,
                 {"input": input, "weight": weight, "bias": bias, **arguments},
                 inputs,
-                local=lambda ranges: {"groups": max(ranges.local_range(group)[1], 1)},
+                local=lambda ranges: {"groups": max(ranges.local_size((group,)), 1)},
             ),
         )
 

@@ -149,7 +149,7 @@ def _register_quantile(name: str) -> None:
 
         def make(ranges: LocalRanges) -> Callable[..., Tensor]:
             sizes = [
-                1 if at in dims else ranges.local_range(factor)[1]
+                1 if at in dims else ranges.local_size((factor,))
                 for at, factor in enumerate(factors)
                 if keepdim or at not in dims
             ]

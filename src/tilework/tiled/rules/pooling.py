@@ -129,6 +129,6 @@ def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = N
         F.affine_grid,
         arguments,
         inputs,
-        local=lambda ranges: {"size": [max(ranges.local_range(n)[1], 1), *size[1:]]},
+        local=lambda ranges: {"size": [max(ranges.local_size((n,)), 1), *size[1:]]},
     )
     return local_call(inputs, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run)

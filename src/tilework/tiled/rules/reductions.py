@@ -44,7 +44,7 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
     count = math.prod(input.shape[at] for at in dims)
 
     def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Tensor]:
-        local_count = math.prod(ranges.local_range(factors[at])[1] for at in dims)
+        local_count = math.prod(ranges.local_size((factors[at],)) for at in dims)
         if local_count == count:
             return lambda x: torch.mean(x, dims, keepdim, dtype=dtype)
         if local_count and (dtype or input.dtype).itemsize < 4:

@@ -54,7 +54,7 @@ def _spread(name: str) -> None:
 
         def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
             left = [factor for at, factor in enumerate(factors) if at not in dims]
-            if all(ranges.local_range(factor)[1] for factor in left):
+            if all(ranges.local_size((factor,)) for factor in left):
                 return lambda x: of_shard(x, dims, correction=divisor_less, keepdim=keepdim)
 
             def of_empty(x: Tensor) -> Any:  # torch would warn about the degrees of freedom
