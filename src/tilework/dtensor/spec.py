@@ -226,6 +226,14 @@ class DTensorSpec:
             return 0, 0
         return shard_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
 
+    def range_at(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Offset and size of the range of a dim that the rank at a mesh coordinate holds.
+
+        Raises:
+            SeveralRangesError: The rank holds several ranges.
+        """
+        return shard_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
+
     def local_ranges(self, dim: int) -> Ranges:
         """Offset and size of the ranges of a dim that this rank holds; none outside the mesh."""
         coordinate = self.mesh.get_coordinate()

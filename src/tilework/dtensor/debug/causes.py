@@ -279,25 +279,32 @@ def record_steps(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
     recorder = _recorder()
     if not recorder.logs:
         return
-    operator, gradient = _cause(recorder)
     for step in steps.steps:
         if step.kind in _LOCAL:
             continue
         before = source.with_placements(step.source.placements, step.source.order)
         after = source.with_placements(step.target.placements, step.target.order)
-        event = CollectiveEvent(
-            operator,
-            step.kind,
-            tuple(steps.names[axis] for axis in step.axes),
-            layout_text(before, dtype),
-            layout_text(after, dtype),
-            step.nbytes,
-            call_site(),
-            gradient,
-            recorder.gathered and not gradient,
-        )
-        for log in recorder.logs:
-            log.events.append(event)
+        axes = tuple(steps.names[axis] for axis in step.axes)
+        layouts = layout_text(before, dtype), layout_text(after, dtype)
+        _record(recorder, step.kind, axes, layouts, step.nbytes)
+
+
+def record_exchange(
+    spec: DTensorSpec, axes: tuple[str, ...], dtype: torch.dtype, nbytes: int
+) -> None:
+    """Record that ranks are about to send each other parts of a tensor. If a block is open."""
+    text = layout_text(spec, dtype)
+    _record(_recorder(), "all_to_all", axes, (text, f"{text} with neighbours' elements"), nbytes)
+
+
+def _record(
+    recorder: _Recorder, kind: str, axes: tuple[str, ...], layouts: tuple[str, str], nbytes: int
+) -> None:
+    operator, gradient = _cause(recorder)
+    gathered = recorder.gathered and not gradient
+    event = CollectiveEvent(operator, kind, axes, *layouts, nbytes, call_site(), gradient, gathered)
+    for log in recorder.logs:
+        log.events.append(event)
 
 
 def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[Tensor]) -> None:

@@ -225,7 +225,7 @@ class ShardingPropagator:
         try:
             run = None if local_call.run is None else local_call.run(strategy)
         except SeveralRangesError as error:  # the function looks along a dim
-            wanted = in_ranges | {error.of}
+            wanted = _with(in_ranges, error)
             return self._local_call(call, local_call, args, meta_result, wanted)
         return OpSharding(
             OnLocals(run, meta_result),
@@ -270,6 +270,13 @@ class ShardingPropagator:
             finish=(Finish.WRITE,) if self.in_place and inputs[0] is not None else (),
             as_is=not (any(inputs) or self.draws),
         )
+
+
+def _with(in_ranges: frozenset[Factor], error: SeveralRangesError) -> frozenset[Factor]:
+    """The factors that have to be sharded in ranges, with another one; raises if it is known."""
+    if error.of in in_ranges:
+        raise error
+    return in_ranges | {error.of}
 
 
 def _shapes_of_results(local_call: LocalCall, meta_result: Any) -> Sequence[Ints] | None:

@@ -268,17 +268,8 @@ def _copy(x: Tensor) -> Tensor:
 
 def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGroup) -> RunStep:
     """A step that runs a transfer plan between the ranks along the step's axes."""
-    mesh, axes = source.mesh, step.axes
-    me = mesh.get_rank()
-    here = mesh.spec.through(axes, me)
-    together = _without(source, axes).local_shape
-
-    def tiling(spec: DTensorSpec) -> Tiling:
-        order = [axes.index(axis) for axis in spec.order or range(mesh.ndim) if axis in axes]
-        placements = [spec.placements[axis] for axis in axes]
-        return mesh_tiling(together, here.nested(), placements, order=order)
-
-    own_plan = plan(tiling(source), tiling(target), me)
+    me = source.mesh.get_rank()
+    own_plan = plan(tiling_along(source, step.axes), tiling_along(target, step.axes), me)
     sources, targets = (
         [place.slices for place in packed(each.boxes_of(me))]
         for each in (own_plan.source, own_plan.target)
@@ -293,6 +284,15 @@ def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGr
         return out, None
 
     return run
+
+
+def tiling_along(spec: DTensorSpec, axes: Sequence[int]) -> Tiling:
+    """The tiling of what the ranks along some axes, through this rank, have together."""
+    here = spec.mesh.spec.through(axes, spec.mesh.get_rank())
+    together = _without(spec, axes).local_shape
+    order = [axes.index(axis) for axis in spec.order or range(spec.mesh.ndim) if axis in axes]
+    placements = [spec.placements[axis] for axis in axes]
+    return mesh_tiling(together, here.nested(), placements, order=order)
 
 
 def _without(spec: DTensorSpec, axes: Sequence[int]) -> DTensorSpec:

@@ -22,5 +22,6 @@ from tilework.dtensor.rules import (  # noqa: F401
     scatter,
     slicing,
     statistics,
+    windows,
 )
 from tilework.tiled import rules as general_rules  # noqa: F401

@@ -18,7 +18,7 @@ from tilework.tiled.rules import (
     statistics,
 )
 from tilework.tiled.rules.concatenation import cat_dim, cat_shape
-from tilework.tiled.rules.convolution import guard_empty_shards
+from tilework.tiled.rules.convolution import CONVOLUTIONS, guard_empty_shards, per_dim
 from tilework.tiled.rules.elementwise import pointwise
 from tilework.tiled.rules.embedding import LocalIndexRange
 from tilework.tiled.rules.empty_shards import (
@@ -29,6 +29,7 @@ from tilework.tiled.rules.empty_shards import (
     zero_addend,
 )
 from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
+from tilework.tiled.rules.pooling import POOLS
 from tilework.tiled.rules.reduction_args import (
     accumulation_dtype,
     any_sharded,

@@ -176,13 +176,16 @@ def _spatial_factors(
     return [(before, after) for after, before in window_factors(grown, *parameters)]
 
 
-for _n in (1, 2, 3):
-    _register_convolution(getattr(torch, f"conv{_n}d"), _n, "stride padding dilation groups")
-    _register_convolution(
-        getattr(torch, f"conv_transpose{_n}d"),
-        _n,
-        "stride padding output_padding groups dilation",
-    )
+#: For each convolution the number of spatial dims, and the names of the parameters after the bias.
+CONVOLUTIONS = {
+    **{f"conv{n}d": (n, "stride padding dilation groups") for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": (n, "stride padding output_padding groups dilation")
+        for n in (1, 2, 3)
+    },
+}
+for _name, (_spatial, _names) in CONVOLUTIONS.items():
+    _register_convolution(getattr(torch, _name), _spatial, _names)
 
 
 # -- windows as columns ----------------------------------------------------------------------

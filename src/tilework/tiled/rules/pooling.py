@@ -61,11 +61,16 @@ def _spatial_factors(
     )
 
 
+#: For each pool along windows the number of spatial dims, and the names of the parameters.
+POOLS = {
+    f"{name}_pool{n}d": (n, names)
+    for n in (1, 2, 3)
+    for name, names in (("max", _MAX), ("avg", _AVERAGE), ("lp", _POWER))
+}
+for _name, (_spatial, _names) in POOLS.items():
+    _register_pool(_name, _spatial, _names, linear=_name.startswith("avg"))
 for _n in (1, 2, 3):
-    _register_pool(f"max_pool{_n}d", _n, _MAX)
     _register_pool(f"max_pool{_n}d_with_indices", _n, _MAX, results=2)
-    _register_pool(f"avg_pool{_n}d", _n, _AVERAGE, linear=True)
-    _register_pool(f"lp_pool{_n}d", _n, _POWER)
     _register_pool(f"adaptive_avg_pool{_n}d", _n, _ADAPTIVE, linear=True)
     _register_pool(f"adaptive_max_pool{_n}d", _n, _ADAPTIVE)
     _register_pool(f"adaptive_max_pool{_n}d_with_indices", _n, _ADAPTIVE, results=2)
