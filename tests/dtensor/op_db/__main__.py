@@ -44,7 +44,7 @@ def main() -> int:
 
 def _work(options: Any) -> int:
     from tests.dtensor.op_db.calls import cases, dtypes_of, named, operators
-    from tests.dtensor.op_db.running import run_cases
+    from tests.dtensor.op_db.running import moves_a_dim_whole, run_cases
 
     wanted = [getattr(torch, name) for name in options.dtypes.split(",")]
     names = set(json.loads(Path(options.worker).read_text()))
@@ -67,7 +67,9 @@ def _work(options: Any) -> int:
                     "form": result.case.form,
                     "why": result.why,
                 })  # fmt: skip
-        _tell({"operator": named(info), "state": "ends"})
+        dtype = next(iter(dtypes_of(info, wanted)), torch.float64)
+        whole = moves_a_dim_whole(info, dtype, options.samples)
+        _tell({"operator": named(info), "state": "ends", "whole": whole})
     return 0
 
 
@@ -86,6 +88,8 @@ class _Worker:
         self.file = Path(f"{options.results}.{number}")
         self.process: subprocess.Popen[bytes] | None = None
         self.found: list[dict[str, Any]] = []
+        #: For operators, whether calls move a sharded dim whole.
+        self.whole: dict[str, list[bool]] = {}
 
     def start(self) -> None:
         """Begin with the first of its operators."""
@@ -119,6 +123,7 @@ class _Worker:
         self.process = None
         lines = [json.loads(line) for line in self.file.read_text().splitlines() if line[:1] == "{"]
         self.found += [one for one in lines if one["state"] not in ("begins", "ends")]
+        self.whole |= {one["operator"]: one["whole"] for one in lines if one.get("whole")}
         over = {one["operator"] for one in lines if one["state"] == "ends"}
         begun = [one["operator"] for one in lines if one["state"] == "begins"]
         self.names = [name for name in self.names if name not in over]
@@ -143,7 +148,7 @@ def _supervise(options: Any) -> int:
     found = [one for worker in workers for one in worker.found]
     Path(options.results).write_text("".join(json.dumps(one) + "\n" for one in found))
     if options.table:
-        table.write(every, found)
+        table.write(every, found, dict(item for worker in workers for item in worker.whole.items()))
     bad = [one for one in found if one["state"] not in ("right", "refused")]
     for one in bad:
         print(one["text"])

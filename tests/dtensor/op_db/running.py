@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.dtensor.op_checks import describe, noting_gatherings, run_on
-from tests.dtensor.op_db.calls import Case
+from tests.dtensor.op_db.calls import Case, samples_of, spread
 from tilework.comm.world import current_world
+from tilework.dtensor import CollectiveEvent, Shard, distribute_tensor, explain
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -107,6 +110,49 @@ def _run_some(cases: Sequence[Case]) -> list[Result]:
             worst = its[0] if len(its) == size else Result(cases[number], "raised", "ranks hang")
         results.append(worst)
     return results
+
+
+def moves_a_dim_whole(info: Any, dtype: torch.dtype, most: int) -> list[bool]:
+    """Whether calls of which only the first tensor is cut, in one dim, move all of that dim."""
+    calls = spread(samples_of(info, dtype, 60), most)
+
+    def program(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2,))
+        return [found for sample in calls for found in _moves(info, sample, mesh)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run_ranks(2, program, timeout=timedelta(seconds=100), return_exceptions=True)
+    return found[0] if isinstance(found[0], list) else []
+
+
+def _moves(info: Any, sample: Any, mesh: DeviceMesh) -> Iterator[bool]:
+    """For each dim of the first tensor that is cut, whether a call moves all of it."""
+    flat, structure = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    first = next((i for i, x in enumerate(flat) if _is_dense(x)), 0)
+    for dim in range(flat[first].dim()) if _is_dense(flat[first]) else ():
+        whole = flat[first].detach().clone()
+        given = [x.clone() if _is_dense(x) else x for x in flat]
+        given[first] = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+        input, args, kwargs = tree_unflatten(given, structure)
+        torch.manual_seed(0)
+        with explain() as log, contextlib.suppress(Exception):
+            info.op(input, *args, **kwargs)
+        if whole.shape[dim] > 1:
+            yield any(map(_unshards, log.events))
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _unshards(event: CollectiveEvent) -> bool:
+    """True if a dim of several elements is sharded before a collective, but not afterwards."""
+    before, after = (
+        {place for place, dim in enumerate(text.split(",")) if "@" in dim}
+        for text in (event.tensor.split("]")[0], event.target.split("]")[0])
+    )
+    return not event.gathered and not event.gradient and not before <= after
 
 
 def run_case(case: Case, mesh: DeviceMesh) -> Result:

@@ -22,8 +22,10 @@ arguments, in each of its forms (function, method, in place, `out=`), on meshes 
 ranks, sharded along the first dim, the last, and at random. Only `as_strided` and its like,
 `resize_` and `resize_as_` are refused, since they ask for the memory of the whole tensor.
 
-{never} operators were never gathered (at most along dims that an operator needs whole),
-{partly} for some calls, {always} always; {none} have no samples that can be called here.
+{never} operators were never gathered, {partly} for some calls, {always} always; {none} have no
+samples that can be called here. {whole} operators move a sharded dim whole in calls with the first
+tensor alone sharded, along each dim in turn, on 2 ranks: a rank gets all of the dim that the call
+looks along. Some samples are so small that nothing less would do.
 
 Results have the strides of plain results and share memory where these do, whether the first tensor
 is contiguous, transposed, in `channels_last`, or a slice with steps (39,180 calls in float64).
@@ -33,24 +35,31 @@ of images; and `unsafe_split` and its like, whose results are copies.
 
 `python -m tests.dtensor.op_db --table` writes this file.
 
-| operator | calls | |
-|---|---|---|
+| operator | calls | | moves a sharded dim whole |
+|---|---|---|---|
 """
 
 
 def read(document: Path = DOCUMENT) -> dict[str, str]:
     """What the document says of each operator."""
-    return {name: what for name, _, what in _rows(document)}
+    return {name: what for name, _, what, _ in _rows(document)}
 
 
 def write(
-    names: Sequence[str], found: Sequence[Mapping[str, Any]], document: Path = DOCUMENT
+    names: Sequence[str],
+    found: Sequence[Mapping[str, Any]],
+    whole: Mapping[str, Sequence[bool]],
+    document: Path = DOCUMENT,
 ) -> None:
     """Write the document anew, from what calls of all operators came to."""
     calls: dict[str, list[bool]] = defaultdict(list)
     for one in found:
         calls[one["operator"]].append(bool(one.get("gathered")))
-    document.write_text(_text([(name, len(calls[name]), _describe(calls[name])) for name in names]))
+    rows = [
+        (name, len(calls[name]), _describe(calls[name]), _some(whole.get(name, [])))
+        for name in names
+    ]
+    document.write_text(_text(rows))
 
 
 def written_again(document: Path = DOCUMENT) -> str:
@@ -58,21 +67,30 @@ def written_again(document: Path = DOCUMENT) -> str:
     return _text(_rows(document))
 
 
-def _rows(document: Path) -> list[tuple[str, int, str]]:
+def _rows(document: Path) -> list[tuple[str, int, str, str]]:
     rows = [line.split("|") for line in document.read_text().splitlines() if line.startswith("| `")]
-    return [(row[1].strip().strip("`"), int(row[2]), row[3].strip()) for row in rows]
+    return [
+        (row[1].strip().strip("`"), int(row[2]), row[3].strip(), row[4].strip()) for row in rows
+    ]
 
 
-def _text(rows: Sequence[tuple[str, int, str]]) -> str:
-    counts = Counter(what for _, _, what in rows)
+def _text(rows: Sequence[tuple[str, int, str, str]]) -> str:
+    counts = Counter(what for _, _, what, _ in rows)
     head = _HEAD.format(
         count=len(rows),
         never=counts[NEVER],
         partly=counts[PARTLY],
         always=counts[ALWAYS],
         none=counts[NOT_CALLED],
+        whole=sum(bool(whole) for *_, whole in rows),
     )
-    return head + "".join(f"| `{name}` | {count} | {what} |\n" for name, count, what in rows)
+    return head + "".join(
+        f"| `{name}` | {count} | {what} | {whole} |\n" for name, count, what, whole in rows
+    )
+
+
+def _some(whole: Sequence[bool]) -> str:
+    return "yes" if any(whole) and all(whole) else f"{sum(whole)} of {len(whole)}" * any(whole)
 
 
 def _describe(gathered: Sequence[bool]) -> str:

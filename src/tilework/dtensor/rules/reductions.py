@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.op_sharding import DTensorArg
+from tilework.dtensor.propagation.op_sharding import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
+from tilework.dtensor.rules.slicing import resizable, resized, with_dims_unsharded
+from tilework.dtensor.tensor import DTensor
 from tilework.tiled import (
     Arg,
     Decomposition,
@@ -90,10 +92,15 @@ def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
     return keep_inputs_in_graph(counts.to(dtype), weights)
 
 
+def _logsumexp(x: Tensor, dim: int, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return x.logsumexp(dim, keepdim)
+
+
 #: The total of a shard, and the function that combines it with later shards.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "cumsum": (torch.sum, torch.add),
     "cumprod": (torch.prod, torch.mul),
+    "logcumsumexp": (_logsumexp, torch.logaddexp),
 }
 
 
@@ -142,7 +149,7 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
         fold, combine = _KINDS[name]
 
         def run(x: Tensor, totals: Tensor) -> Tensor:
-            local: Tensor = getattr(torch, name)(x, dim, dtype=x.dtype)
+            local = _accumulated(x, name, dim)
             # Even of no totals: gradients of gradients must take the same way on all ranks.
             before = fold(totals.narrow(dim, 0, place), dim, keepdim=True, dtype=x.dtype)
             return combine(local, before)
@@ -155,7 +162,13 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
 @internal_operator(_scan_rule)
 def _scan(input: Tensor, totals: Tensor, name: str, dim: int) -> Tensor:
     """Cumulative sums or products along a sharded dim, from the totals of the earlier shards."""
-    result: Tensor = getattr(torch, name)(input, dim, dtype=input.dtype)
+    return _accumulated(input, name, dim)
+
+
+def _accumulated(x: Tensor, name: str, dim: int) -> Tensor:
+    if name == "logcumsumexp":
+        return x.logcumsumexp(dim)
+    result: Tensor = getattr(torch, name)(x, dim, dtype=x.dtype)
     return result
 
 
@@ -185,9 +198,92 @@ _register("cumprod")
 @dtensor_rule("sum_to_size")
 def _sum_to_size(input: Arg, *size: Any, **named: Any) -> RuleResult:
     sizes = sizes_of(size or tuple(named.values()))
-    return Decomposition(unchanged) if sizes and sizes == input.shape else None  # () is a sum
+    if sizes == input.shape:
+        return Decomposition(unchanged if sizes else _cloned)  # () is a sum
+    lead = input.ndim - len(sizes)
+    pairs = [*zip(sizes, input.shape[max(lead, 0) :], strict=False)]
+    if lead < 0 or any(size not in (1, whole) for size, whole in pairs):
+        return None  # torch refuses it
+    ones = [at + lead for at, (size, whole) in enumerate(pairs) if size != whole]
+
+    def compute(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        return input.sum([*range(lead), *ones], keepdim=True).reshape(sizes)
+
+    return Decomposition(compute)
+
+
+def _cloned(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input.clone()
 
 
 @dtensor_rule("to_dense", may_be_input=True)
 def _to_dense(input: Arg, dtype: torch.dtype | None = None, **_: Any) -> RuleResult:
     return pointwise([input], rearranges=dtype in (None, input.dtype))
+
+
+@dtensor_rule("logcumsumexp")
+def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if not dims or not input.is_sharded(dims[0]) or not input.dtype.is_floating_point:
+        return None
+
+    def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        values = reduce_partial(input)
+        totals = _shard_totals(values, "logcumsumexp", dims[0])
+        return _scan(values, totals, "logcumsumexp", dims[0])
+
+    return Decomposition(run)
+
+
+# -- the greatest along a dim ------------------------------------------------------------------
+
+
+def _candidates_rule(input: DTensorArg, k: int, dim: int, largest: bool) -> RuleResult:
+    def fewer(shards: Sequence[tuple[int, int]]) -> list[int]:
+        return [min(k, size) for _, size in shards]
+
+    source, sizes = resizable(input.spec, {dim: fewer})
+    shape = list(input.shape)
+    shape[dim] = sum(fewer(source.shards_of(dim)))
+    out = resized(source, shape, {i: i for i in range(input.ndim)}, sizes)
+    offset, size = source.local_range(dim)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, index = x.topk(min(k, size), dim, largest)
+        return values, index + offset
+
+    return PlacedCall([source], [out, out], run)
+
+
+@internal_operator(_candidates_rule)
+def _candidates(input: Tensor, k: int, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The ``k`` greatest elements of each shard, or all of a smaller one, and their indices."""
+    return input.topk(min(k, input.shape[dim]), dim, largest)
+
+
+@dtensor_rule("topk")
+def _topk(
+    input: DTensorArg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if not dims or not input.is_sharded(dims[0]) or not 0 <= k <= input.shape[dims[0]]:
+        return None
+    (along,) = dims
+
+    def run(input: DTensor, *_: Any, **__: Any) -> Any:
+        x = reduce_partial(input)
+        found = _candidates(x.detach(), k, along, largest)
+        values, index = (_whole_along(each, along) for each in found)
+        best, places = values.topk(k, along, largest, sorted)
+        index = index.gather(along, places)
+        if x.requires_grad and torch.is_grad_enabled():
+            best = reduce_partial(x.gather(along, index))
+        return torch.return_types.topk((best, index))
+
+    return Decomposition(run)
+
+
+def _whole_along(tensor: Tensor, dim: int) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    spec = with_dims_unsharded(tensor._spec, [dim])
+    return tensor.redistribute(placements=spec.placements, order=spec.order)

@@ -369,6 +369,16 @@ def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     )
 
 
+@dtensor_rule("slice", is_view=True)
+def _slice(
+    input: DTensorArg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> RuleResult:
+    if not input.ndim or step < 1 or any(isinstance(each, Arg) for each in (start, end)):
+        return None
+    span = slice(*slice(start, end, step).indices(input.shape[dim]))
+    return slice_call(input, with_item(_full_slices(input.ndim), dim, span))
+
+
 @dtensor_rule("select", is_view=True)
 def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
     if isinstance(index, Arg):

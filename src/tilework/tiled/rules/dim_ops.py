@@ -28,7 +28,7 @@ from tilework.tiled.rules.reduction_args import (
 )
 
 
-def _factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
+def factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
     """A factor for each dim; None for the dims in ``without``, which must be unsharded."""
     return _all_but(factors_of(shape), without)
 
@@ -49,7 +49,7 @@ def _along(
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    factors = _factors_but(input.shape, dims)
+    factors = factors_but(input.shape, dims)
     return local_call(
         {input: factors},
         [factors] * results,
@@ -141,8 +141,16 @@ def _register_quantile(name: str) -> None:
         interpolation: str = "linear",
     ) -> RuleResult:
         dims = dims_of(input.ndim, dim)
-        if dims is None or dim is None or 0 in input.shape:
+        if dims is None or 0 in input.shape:
             return None  # without elements torch raises when run
+        if dim is None:
+            ones = (1,) * (input.ndim * keepdim)
+
+            def of_all(input: Tensor, q: Any, *_: Any, **__: Any) -> Tensor:
+                values = quantile(input.flatten(), q, 0, interpolation=interpolation)
+                return values.reshape((*values.shape, *ones))
+
+            return Decomposition(of_all)
         factors = factors_of(input.shape)
         left = remaining_dims(factors, dims, keepdim)
         levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
@@ -181,7 +189,7 @@ def _diff(
     if dims is None:
         return None
     tensors = [arg for arg in (input, prepend, append) if isinstance(arg, Arg)]
-    factors = _factors_but(input.shape, dims)
+    factors = factors_but(input.shape, dims)
     if any(arg.ndim != input.ndim for arg in tensors):
         return None
     if n > 0 and len(tensors) == 1 and 0 in [input.shape[at] for at in dims]:
@@ -227,7 +235,7 @@ def _gradient(
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
-    loops = _factors_but(input.shape, dims)
+    loops = factors_but(input.shape, dims)
     inputs: dict[Arg, list[Factor | Dim | None]] = {input: loops}
     for arg in spacing if isinstance(spacing, (list, tuple)) else [spacing]:
         if isinstance(arg, Arg):
@@ -246,7 +254,7 @@ def _searchsorted(
     sorter: Any = None,
 ) -> RuleResult:
     # A sorted sequence for each row of values, or one for all.
-    rows = _factors_but(sorted_sequence.shape[:-1])
+    rows = factors_but(sorted_sequence.shape[:-1])
     given = {sorted_sequence: [*rows, None]}
     if isinstance(sorter, Arg):
         given[sorter] = [*rows, None]
@@ -255,7 +263,7 @@ def _searchsorted(
     if rows and input.ndim != sorted_sequence.ndim:
         return None
     dims = given[input] = (
-        [*rows, *_factors_but(input.shape[-1:])] if rows else _factors_but(input.shape)
+        [*rows, *factors_but(input.shape[-1:])] if rows else factors_but(input.shape)
     )
     return local_call(given, [dims])
 
@@ -266,5 +274,5 @@ def _bucketize(
 ) -> RuleResult:
     if not isinstance(input, Arg):
         return local_call({boundaries: [None]}, [[]])
-    dims = _factors_but(input.shape)
+    dims = factors_but(input.shape)
     return local_call({input: dims, boundaries: [None]}, [dims])

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
-from tilework.tiled.op_rules import Arg, LocalCall, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalCall,
+    LocalRanges,
+    RuleResult,
+    local_call,
+)
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 
@@ -64,6 +72,17 @@ def reduce_loss(
     return local_call(dims, [out if reduction == NONE else []], run=run)
 
 
+def _of_one_row(
+    function: Any, names: Sequence[str], rows: Sequence[str], *args: Any, **kwargs: Any
+) -> Tensor:
+    """The loss of tensors that are a single row."""
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in {*rows, "target"}:
+        values[name] = values[name].reshape(1, -1) if name in rows else values[name].reshape(1)
+    loss: Tensor = function(*[values[name] for name in names])
+    return loss.squeeze(0) if values["reduction"] == NONE else loss
+
+
 def _register_loss(function: Any, parameters: str, rows: str = "", unbroadcast: str = "") -> None:
     """Register a loss; each last dim of the tensors ``rows`` has one loss."""
     names = parameters.split()
@@ -73,7 +92,10 @@ def _register_loss(function: Any, parameters: str, rows: str = "", unbroadcast: 
         if set(arguments) != set(names):
             return None
         tensors = {name: arguments[name] for name in names if isinstance(arguments[name], Arg)}
-        if any(arg.ndim < 2 for name, arg in tensors.items() if name in rows.split()):
+        ranks = {arg.ndim for name, arg in tensors.items() if name in rows.split()}
+        if ranks and max(ranks) < 2 and "target" in tensors:
+            return Decomposition(partial(_of_one_row, function, names, rows.split()))
+        if 0 in ranks or 1 in ranks:
             return None
         kept_dims = {name: int(name in rows.split()) for name in tensors}
         kept_dims.update(
