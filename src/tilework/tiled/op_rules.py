@@ -76,7 +76,12 @@ class LocalRanges(Protocol):
         """True if some rank's shard of an input has no elements: the same on all ranks."""
 
     def local_range(self, factor: Factor) -> tuple[int, int]:
-        """The offset and the size of the local range of a factor."""
+        """The offset and the size of the local range of a factor.
+
+        Raises:
+            SeveralRangesError: Blocks are dealt in turns. Let it pass: the call then gets the
+                factor in ranges. Rules that need only the size ask for :meth:`local_size`.
+        """
 
     def local_size(self, dim: Dim) -> int:
         """The number of local elements of a dim."""
