@@ -202,8 +202,10 @@ def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
 
 @dtensor_rule("gather")
 def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> RuleResult:
-    if not input.ndim or input.ndim != index.ndim:
-        return None
+    if not input.ndim or not index.ndim or (input.ndim != index.ndim and 0 in index.shape):
+        return Decomposition(_gather_few)
+    if input.ndim != index.ndim:
+        return None  # torch refuses it
     dim = dim_at(dim, input.ndim)
     if any(index.shape[i] > input.shape[i] for i in range(input.ndim) if i != dim):
         return None
@@ -228,6 +230,14 @@ def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> R
         return look_up
 
     return local_call({input: factors, index: wanted}, [wanted], linear=[[input]], run=run)
+
+
+def _gather_few(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """The elements for indices of no dims, or none for no indices, of any number of dims."""
+    flat = input.reshape(-1)
+    if 0 in index.shape:
+        return flat[:0].reshape(index.shape)
+    return flat.gather(0, index.reshape(-1)).reshape(index.shape)
 
 
 def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
