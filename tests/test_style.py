@@ -32,6 +32,7 @@ PRONOUNS = {
     "distributed": (0, 5),
     "dtensor": (90, 54),
     "inspect": (0, 0),
+    "plan": (0, 0),
     "launch": (30, 13),
     "layout": (9, 15),
     "mesh": (5, 14),

@@ -25,6 +25,7 @@ _ROWS = (
     ("checkpoint", "loading", "test_api test_host_load test_saving_faults"),
     ("checkpoint", "ranks tensor_bytes", "test_api test_asynchronous"),
     ("checkpoint", "*", "test_api test_any_state test_stateful_objects"),
+    ("comm", "backends/pretend pretence", "/plan/test_job /plan/test_mismatches"),
     # A backend's parts are tested by the contract, which each backend has to fulfil.
     ("comm", "backends/hybrid/* backends/control_channel", "backends/hybrid/test_hybrid_backend"),
     ("comm", "backends/threads/*", "backends/threads test_contract"),
@@ -71,6 +72,7 @@ _ROWS = (
     ("parallel", "pipeline/actions pipeline/listing pipeline/notation", "pipeline/test_schedule"),
     ("parallel", "resilient/*", "resilient"),
     ("parallel", "tensor_parallel/*", "tensor_parallel/test_styles tensor_parallel/test_deriving"),
+    ("plan", "*", "test_job test_mismatches"),
     ("rendezvous", "*", "test_environment test_handlers_registry"),
     ("rpc", "*", "test_calls test_bootstrap test_payload"),
     ("sharded", "ops/*", "ops"),

@@ -13,6 +13,7 @@ call moved nothing. What goes wrong at run time is one of these::
         ├── RpcTimeoutError            a call to another rank took too long
         ├── RemoteError                a call raised what cannot be rebuilt here
         ├── CaptureError               a step that cannot become a program
+        ├── PretendError               a pretended rank would need values of a real run
         ├── CheckpointError            files of a checkpoint: damaged, missing, refused, not written
         └── DistBackendError           a process group's backend
             ├── PeerLostError          a rank died or left while others needed it
@@ -122,6 +123,13 @@ class CaptureError(DistError):
 
     :func:`tilework.dtensor.capture` raises it, on every rank that comes to the line at fault. The
     message names the line, the reason and a way round.
+    """
+
+
+class PretendError(DistError):
+    """A pretended rank needs a value that only a real run has. The message names the line.
+
+    :func:`tilework.plan.pretend` runs programs on tensors without elements.
     """
 
 

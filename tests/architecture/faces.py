@@ -36,7 +36,9 @@ FACES: Final[dict[str, tuple[str, ...]]] = {
     "dtensor": ("", "internal"),
     "checkpoint": ("", "command"),
     "parallel": ("data_parallel.ddp", "fully_sharded.module", "fully_sharded.unit"),
+    "capture": ("", "program.number"),
     "inspect": ("", "command"),
+    "plan": ("",),
     "testing": ("",),
     "launch": ("command",),
 }

@@ -43,6 +43,7 @@ LAYERS = (
     "parallel",
     "capture",
     "inspect",
+    "plan",
     "torch_backend",
     "testing",
     "launch",

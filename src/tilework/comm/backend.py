@@ -69,9 +69,13 @@ class Backend(str):
     NCCL: ClassVar[str] = "nccl"
     UCC: ClassVar[str] = "ucc"
     MPI: ClassVar[str] = "mpi"
+    #: Of ranks that do not run: see :mod:`tilework.plan`.
+    PRETEND: ClassVar[str] = "pretend"
 
     #: Every known name, in the order of registration.
-    backend_list: ClassVar[list[str]] = [UNDEFINED, THREADS, SHM, HYBRID, GLOO, NCCL, UCC, MPI]
+    backend_list: ClassVar[list[str]] = [
+        *(UNDEFINED, THREADS, SHM, HYBRID, GLOO, NCCL, UCC, MPI, PRETEND)
+    ]
     #: Backends that users registered, by upper-case name.
     plugins: ClassVar[dict[str, BackendPlugin]] = {}
     #: torch's name for ``plugins``.
@@ -85,6 +89,7 @@ class Backend(str):
         NCCL: ["cuda"],
         UCC: ["cpu", "cuda"],
         MPI: ["cpu", "cuda"],
+        PRETEND: ["cpu", "cuda", "meta"],
     }
 
     def __new__(cls, name: str) -> Backend:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from tilework.comm.agreement import agree_equal
-from tilework.comm.backend import BackendConfig, core_error
+from tilework.comm.backend import Backend, BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup, seconds_of
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.grow import tickets_waiting as tickets_waiting
@@ -21,6 +21,7 @@ from tilework.comm.making.group_plan import GroupPlan as GroupPlan
 from tilework.comm.making.group_plan import identity_on, told_to_all
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.comm.making.rank_watch import RankWatch
+from tilework.comm.pretence import Pretence, current_pretence
 from tilework.comm.waits.cycles import notice_cycles
 from tilework.comm.waits.group import GroupWait, lack_of_means
 from tilework.comm.waits.late import notice_late_ranks
@@ -38,7 +39,7 @@ from tilework.errors import (
 )
 from tilework.rendezvous import rendezvous
 from tilework.rendezvous.internal import EndedRanks
-from tilework.store import PrefixStore, Store
+from tilework.store import HashStore, PrefixStore, Store
 from tilework.store.internal import Barrier, answers_within, meet
 
 #: The time that an operation may wait for other ranks unless another is given.
@@ -87,12 +88,18 @@ def init_process_group(
         1
         >>> dist.destroy_process_group()
     """
-    world = current_world()
+    world, pretence = current_world(), current_pretence()
+    if pretence is not None and pretence.is_early:
+        pretence.is_early = False
+        return
     if world.default_group is not None:
         raise ValueError(
             "trying to initialize the default process group twice: destroy_process_group() first"
         )
     limit = _timeout_setting(timeout)
+    if pretence is not None:
+        _pretend_world(world, pretence, limit, group_name)
+        return
     choice = os.environ.get("TILEWORK_BACKEND") if backend is None else backend
     config = BackendConfig(choice)
     if choice is None and core_error() is not None:
@@ -125,6 +132,17 @@ def init_process_group(
     except BaseException:
         world.close()
         raise
+
+
+def _pretend_world(world: World, pretence: Pretence, limit: timedelta, group_name: str) -> None:
+    """Make the default group of a rank that has no peers, and a store of its own."""
+    store = HashStore(limit)
+    world.owned_store = store
+    ranks = tuple(range(pretence.ranks))
+    name = group_name or DEFAULT_GROUP_NAME
+    plan = GroupPlan(world, store, ranks, pretence.rank, name, limit)
+    world.default_group = plan.make(BackendConfig(Backend.PRETEND), None, fall_back=False)
+    world.seats = ranks
 
 
 def _find_store(url: str, rank: int, size: int, limit: timedelta) -> tuple[Store, int, int]:
@@ -401,13 +419,15 @@ def new_group(
     me = get_rank()
     name = _next_name(world, members, use_local_synchronization)
     limit = record.timeout if timeout is None else _timeout_setting(timeout)
-    config = record.config if backend is None else BackendConfig(backend)
+    pretence = current_pretence()
+    config = record.config if backend is None or pretence else BackendConfig(backend)
     if use_local_synchronization and me not in members:
         return None
     store = PrefixStore(name, record.store)
-    awaited = members if use_local_synchronization else record.group.global_ranks
-    wait = GroupWait(name, me, awaited, store, world.watch, list(world.records))
-    _agree(wait, f"ranks {list(members)}, backend {config}", limit)
+    if pretence is None:
+        awaited = members if use_local_synchronization else record.group.global_ranks
+        wait = GroupWait(name, me, awaited, store, world.watch, list(world.records))
+        _agree(wait, f"ranks {list(members)}, backend {config}", limit)
     if me not in members:
         return NonMember(name, members)
     plan = GroupPlan(world, store, members, members.index(me), name, limit, group_desc or "")

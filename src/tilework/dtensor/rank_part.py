@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import all_reduce
@@ -57,7 +58,8 @@ class RankPart(Tensor):
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if _KINDS.issuperset(types):
-                if name in _OF_SHAPES:
+                # A mode of torch's dispatcher calls operators of a higher operator, or of backward.
+                if name in _OF_SHAPES or isinstance(func, OpOverload):
                     return func(*args, **kwargs)
                 if name in _OUTWARD:
                     return func(_without_class(args[0]), *args[1:], **kwargs)

@@ -100,6 +100,10 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         (16384, 16384, 16384)
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would load torch's compiler
+
     def __init__(self, tell: Callable[[Mapping[Use, int]], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tell = tell

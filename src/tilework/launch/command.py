@@ -24,7 +24,7 @@ from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
 
-_COMMANDS = ("run", "doctor", "explain", "trace", "checkpoint")
+_COMMANDS = ("run", "plan", "doctor", "explain", "trace", "checkpoint")
 
 _NOTES = """\
   tilework train.py                       run a script, one rank per core: short for tilework run
@@ -88,6 +88,7 @@ def parser_of_commands(version: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilework {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_plan(commands)
     _add_doctor(commands)
     _add_explain(commands)
     _add_trace(commands)
@@ -128,11 +129,17 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
     add("--trace", type=Path, metavar="D", help="write what ranks do to D, for tilework trace D")
     add("--watch", type=_timeout, metavar="S", help=_WATCH_HELP)
+    add("--pretend", type=_ranks, metavar="N", help="start nothing: plan N ranks (tilework plan)")
+    _add_program(parser)
+    parser.set_defaults(parser=parser, command=lambda options: _run(parser, options))
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
     rest = add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
     rest.required = False  # argparse would name it, too, where there is no script
-    parser.set_defaults(parser=parser, command=lambda options: _run(parser, options))
 
 
 _WATCH_HELP = "every S seconds a line: steps, who is behind, share of waiting, memory"
@@ -164,6 +171,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             "threads, by tilework.testing.run_ranks"
         )
     program = _program(parser, options)
+    if options.pretend is not None:
+        options.ranks, options.hosts, options.memory = options.pretend, options.nnodes, None
+        options.cluster, options.everyone = None, False
+        return _plan(parser, options)
     most = None if options.elastic is None else options.elastic[1]
     ranks = options.ranks or most or usable_cores()
     settings = _settings(parser, options, ranks)
@@ -342,6 +353,51 @@ def _backend(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+# tilework plan
+
+_PLAN_NOTES = """\
+Nothing is started. The script runs in this process, once for each kind of rank, on
+tensors without memory. Options of tilework come before SCRIPT.
+
+The exit status is 0, or 1 if ranks would part, or memory does not suffice.
+
+  tilework plan --ranks 4096 --hosts 512 --memory 80GB train.py --steps 2
+  tilework doctor --describe here.json    measure this machine, for --cluster here.json
+"""
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say what a job of N ranks needs and sends, without running it",
+        usage="tilework plan --ranks N [options] SCRIPT | -m MODULE [arguments]",
+        epilog=_PLAN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", type=_ranks, metavar="N", required=True, help="number of ranks")
+    add("--hosts", type=_nodes, default=1, metavar="H", help="number of hosts (default: 1)")
+    add("--memory", metavar="M", help='memory of a rank, such as "80GB"')
+    add("--cluster", type=Path, metavar="FILE", help="a description of the machines")
+    add("--all", dest="everyone", action="store_true", help="run each rank, not each kind")
+    _add_program(parser)
+    parser.set_defaults(parser=parser, command=lambda options: _plan(parser, options))
+
+
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    program = _program(parser, options)
+    # Imported late, as it loads torch.
+    module = importlib.import_module("tilework.launch.planning")
+    names = ("ranks", "hosts", "memory", "cluster", "everyone")
+    settings = module.PlanSettings(**{name: getattr(options, name) for name in names})
+    try:
+        status: int = module.plan_program(settings, program)
+    except ValueError as error:
+        parser.error(str(error))
+    return status
 
 
 # tilework doctor

@@ -34,6 +34,11 @@ class MeshesOfRank:
         self.known.clear()
 
 
+def meshes_of_rank() -> list[Any]:
+    """The meshes that the calling rank has made, and that are in use."""
+    return list(current_world().state(MeshesOfRank).known.values())
+
+
 class MeshGrid(TorchMeshNames):
     """Methods of a mesh that concern no other mesh: the ranks, this rank's place, the groups."""
 

@@ -9,6 +9,7 @@ imported from ``math``, numpy) makes a *quiet* NaN, which the recorder refuses.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import struct
@@ -144,7 +145,7 @@ class Number(float):
                 return NotImplemented
         inputs = tuple([self.book.find(x) if type(x) is float else x for x in inputs])
         value = function(*[each.value if isinstance(each, Number) else each for each in inputs])
-        return Number(value, function, inputs, self.book)
+        return type(self)(value, function, inputs, self.book)
 
     def _compared(self, function: Callable[..., bool], other: Any) -> bool:
         if not isinstance(other, int | float):
@@ -269,6 +270,21 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Number, f"__r{_name}__", _arithmetic(getattr(operator, _name), True))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``math`` that takes Numbers, too."""
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        listed = [x for arg in args if isinstance(arg, list | tuple) for x in arg]
+        for each in (*kwargs.values(), *listed):
+            if isinstance(each, Number):
+                each.refuse(f"given to math.{function.__name__} in a list or by keyword")
+        number = next((each for each in args if isinstance(each, Number)), None)
+        return function(*args, **kwargs) if number is None else number.given_to(function, *args)
+
+    return compute
 
 
 def value_of(number: Any) -> Any:

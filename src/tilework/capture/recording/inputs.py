@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from tilework.capture.program.expected import Expected
 from tilework.capture.program.graph import Graph, Value
-from tilework.capture.program.number import Number, NumberBook, is_float
+from tilework.capture.program.number import Number, NumberBook, is_float, with_numbers
 from tilework.capture.program.place import Argument, Option, StatePlace
 from tilework.capture.recording.places import StatePlaces
-from tilework.capture.recording.tensor_reads import with_numbers
 from tilework.errors import CaptureError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.program.number import Number, is_installed
+from tilework.capture.program.number import Number, is_installed, with_numbers
 from tilework.comm.per_call.internal import call_site, current_recorder, recorded
 from tilework.errors import CaptureError
 
@@ -130,21 +130,6 @@ def _of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
         return torch.full((), data, *args, **kwargs)
 
     return make
-
-
-def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ``math`` that takes Numbers, too."""
-
-    @functools.wraps(function)
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        listed = [x for arg in args if isinstance(arg, list | tuple) for x in arg]
-        for each in (*kwargs.values(), *listed):
-            if isinstance(each, Number):
-                each.refuse(f"given to math.{function.__name__} in a list or by keyword")
-        number = next((each for each in args if isinstance(each, Number)), None)
-        return function(*args, **kwargs) if number is None else number.given_to(function, *args)
-
-    return compute
 
 
 def _number(name: str) -> Callable[..., Any]:

@@ -46,6 +46,10 @@ def _built_in(name: str) -> _Create:
         from tilework.comm.backends.hybrid.hybrid_backend import create_hybrid_group
 
         return create_hybrid_group
+    if name == Backend.PRETEND:
+        from tilework.comm.backends.pretend import create_pretend_group
+
+        return create_pretend_group
     if name == Backend.MPI and not torch_has(name):
         from tilework.comm.backends.mpi import create_mpi_group
 

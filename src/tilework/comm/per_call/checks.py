@@ -11,12 +11,15 @@ from torch.nn import Parameter
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.forms import Form, Operation, Parts, Side, is_absent
+from tilework.comm.pretence import current_pretence
 from tilework.comm.reduce_op import check_reduction
 from tilework.comm.world import get_global_rank, get_group_rank
 
 _PLAIN = (Tensor, Parameter)
 #: The order of the sides of a collective in messages.
 _ORDER = ("whole", "one", "each")
+#: Storages without memory have fewer bytes than 2 to this power.
+_STORAGE_BITS = 48
 _REAL_OF = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
@@ -36,6 +39,8 @@ def check_tensor(value: Any, name: str) -> Tensor:
         refuse_parts(value, name)
         value = awaited(value)
     if value.layout is not torch.strided or value.is_meta or value.is_nested:
+        if value.is_meta and current_pretence() is not None:
+            return value  # type: ignore[no-any-return]
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
         kind = "nested" if value.is_nested else kind
         raise ValueError(
@@ -68,6 +73,28 @@ def has_memory(tensor: Tensor) -> bool:
     if tensor.untyped_storage().device.type == "meta":  # torch's FakeTensors warn otherwise
         return False
     return tensor.data_ptr() != 0
+
+
+def lacks_memory(tensor: Tensor) -> bool:
+    """True for a tensor on meta, which gets memory later; False on a pretended rank."""
+    return tensor.is_meta and current_pretence() is None
+
+
+def device_kind(tensor: Tensor) -> str:
+    """The kind of device that computes with a tensor; on a pretended rank that of the job."""
+    pretence = current_pretence() if tensor.is_meta else None
+    return tensor.device.type if pretence is None else pretence.device
+
+
+def address_of(tensor: Tensor) -> int:
+    """The address of the first element; of a tensor without memory a number that serves as such.
+
+    Such numbers differ between storages, and count bytes within a storage.
+    """
+    if not tensor.is_meta:
+        return tensor.data_ptr()
+    place = tensor.storage_offset() * tensor.itemsize
+    return (tensor.untyped_storage()._cdata << _STORAGE_BITS) + place
 
 
 def refuse_parts(value: Tensor, name: str) -> None:

@@ -35,7 +35,14 @@ from tilework.comm.per_call.callsite import (
     stacks_of_threads,
     user_frame,
 )
-from tilework.comm.per_call.checks import awaited, has_memory
+from tilework.comm.per_call.checks import address_of, awaited, device_kind, has_memory, lacks_memory
 from tilework.comm.per_call.profiling import listening, record_comm
 from tilework.comm.per_call.torch_names import ATTRIBUTE, torch_names
+from tilework.comm.pretence import (
+    JobValues,
+    Pretence,
+    PretendedCall,
+    current_pretence,
+    pretending,
+)
 from tilework.comm.waits.by_rank import AFTER_SECONDS

@@ -77,6 +77,7 @@ def _exchange(
     pg: ProcessGroup, row: list[int], words: Callable[[], str], device: torch.device
 ) -> list[list[int]]:
     """The ``row`` of each rank; raises if plans differ or a rank refuses. Collective."""
+    device = torch.device("cpu") if device.type == "meta" else device  # of a pretended rank
     own = torch.tensor(row, dtype=torch.int64, device=device)
     gathered = torch.empty(pg.size() * len(row), dtype=torch.int64, device=device)
     collectives.all_gather_into_tensor(gathered, own, pg)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import all_reduce
-from tilework.comm.per_call.internal import current_recorder
+from tilework.comm.per_call.internal import address_of, current_recorder
 from tilework.comm.world import current_world
 from tilework.dtensor.autograd.local_graph import local_of
 from tilework.dtensor.base import Alias, DTensorBase, grads_of
@@ -154,7 +154,7 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
         known is None
         or known.local is not local
         or known.grad_fn is not local.grad_fn
-        or known.tensor.data_ptr() != local.data_ptr()
+        or address_of(known.tensor) != address_of(local)
     ):
         spec = tensor._spec.dual
         of = Moved(digest_of(tensor))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.operations.internal import agree_equal, run_plan
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.comm.world import get_rank
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.digests import TensorText, agreeing, call_counts_of, moving
@@ -133,7 +134,7 @@ def _checked(
         "requires_grad": tensor.requires_grad,
         "layout": f"{list(spec.placements)}{in_order} on {mesh}",
         "src_data_rank": src_data_rank,
-        "meta": tensor.is_meta,
+        "meta": lacks_memory(tensor),
         "strides": strides,
     }
 

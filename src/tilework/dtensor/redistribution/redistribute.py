@@ -19,6 +19,7 @@ from tilework.comm import provenance_digest
 from tilework.comm.contract import Work
 from tilework.comm.functional.internal import AT_ONCE_BYTES, AsyncTensor, CopyToGroup, attached, run
 from tilework.comm.functional.internal import pull_back as pull_back_reduction
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
@@ -278,7 +279,7 @@ def redistribute_local(
         return local
     if isinstance(local, AsyncTensor):
         local = local.wait()
-    if local.is_meta:
+    if lacks_memory(local):
         return _on_meta(local if dtypes is None else local.to(dtypes[0]), target)
     dtype = local.dtype if dtypes is None else dtypes[0]
     prepared = prepared_from(source).get((target, dtype))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilework.comm.per_call.internal import device_kind
 from tilework.dtensor.propagation.op_sharding import DTensorArg
 from tilework.dtensor.rules.attention_blocks import KeyPattern
 from tilework.dtensor.rules.internal_ops import internal_operator
@@ -144,7 +145,7 @@ def _causal(
     size = query.size(-2)
     key, value = key[..., : offset + size, :], value[..., : offset + size, :]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if attend is _attend and query.is_cpu:
+    if attend is _attend and device_kind(query) == "cpu":
         here = (((0, key.size(-2)),),)
         rows = ((offset, offset + size),)
         part = AttentionPart(

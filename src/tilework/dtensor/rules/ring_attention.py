@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilework.comm.per_call.internal import device_kind
 from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.dtensor.debug import causes
@@ -282,7 +283,7 @@ def _four(x: Tensor) -> Tensor:
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False) -> bool:
     """True if torch would attend by the kernel that makes no matrix of weights."""
     return bool(
-        query.is_cpu
+        device_kind(query) == "cpu"
         and key.shape[-1] == value.shape[-1]
         and torch._fused_sdp_choice(query, key, value, enable_gqa=enable_gqa) == FLASH
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.operations.internal import all_gather_into_tensor, all_reduce
-from tilework.comm.per_call.internal import refuse_count
+from tilework.comm.per_call.internal import address_of, refuse_count
 from tilework.comm.world import AnyGroup, NonMember, get_default_group
 from tilework.parallel.comm_hooks.bucket import CommHook, DeferredFuture, GradBucket
 
@@ -285,7 +285,7 @@ def hook_with_zero_step(
             value = future.wait()
             result = value[0] if isinstance(value, list | tuple) else value
             buffer = bucket.buffer()
-            if result.data_ptr() != buffer.data_ptr():
+            if address_of(result) != address_of(buffer):
                 buffer.copy_(result.reshape(buffer.shape))
             zero.step_bucket(bucket)
             return buffer

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.per_call.internal import address_of
 from tilework.parallel.data_parallel.buckets import element_count
 from tilework.parallel.data_parallel.leaves import grad_dtype_of, grad_view
 
@@ -136,7 +137,7 @@ class BucketMemory:
         view = self.views[place]
         if grad.layout is not torch.strided:
             return False
-        return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+        return address_of(grad) == address_of(view) and grad.stride() == view.stride()
 
     def move(self, place: int) -> None:
         """Copy a gradient into the bucket, and make the copy the gradient. Local.
@@ -156,7 +157,7 @@ class BucketMemory:
     def _part(self, place: int) -> Tensor:
         """A tensor on the part of one gradient: a view, or a tensor that keeps the memory alive."""
         view = self.views[place]
-        if self._keeps_views:
+        if self._keeps_views or view.is_meta:
             return view
         memory: Any = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
         memory.owner = self.flat

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.parallel.data_parallel.leaves import grad_dtype_of
 
 #: The limit of the first bucket: small, so that the reduction starts early in backward.
@@ -192,4 +192,4 @@ def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
 
 def element_count(parameter: Tensor) -> int:
     """The number of elements of a parameter's gradient in a bucket; 0 on the meta device."""
-    return 0 if parameter.device == torch.device("meta") else parameter.numel()
+    return 0 if lacks_memory(parameter) else parameter.numel()

@@ -29,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tilework.comm.contract import ProcessGroup, ReduceOp, Work
 from tilework.comm.operations.internal import agree, all_reduce, all_reduce_sparse, broadcast
-from tilework.comm.per_call.internal import unrecorded
+from tilework.comm.per_call.internal import address_of, lacks_memory, unrecorded
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
@@ -201,7 +201,7 @@ class Reducer:
 
     def _memory(self, members: tuple[int, ...]) -> BucketMemory | None:
         leaves = [self.leaves[member] for member in members]
-        if leaves[0].sparse or leaves[0].tensor.is_meta:
+        if leaves[0].sparse or lacks_memory(leaves[0].tensor):
             return None
         dtype = self.options.reduce_dtype or grad_dtype_of(leaves[0].tensor)
         tensors = [leaf.tensor for leaf in leaves]
@@ -534,7 +534,7 @@ class Reducer:
                     f"a communication hook's future holds the reduced buffer of {flat.numel()} "
                     f"elements, got {_described(result)}"
                 )
-            if result.data_ptr() != flat.data_ptr():
+            if address_of(result) != address_of(flat):
                 flat.copy_(result.reshape(flat.shape))
         elif bucket.work is not None:
             bucket.work.wait()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import agree, broadcast
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.dtensor.internal import compare_plain, content_hash, content_of, mode
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.passes import Passes, compare_passes
@@ -162,7 +163,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if not tensor.is_meta and tensor.numel():
+        if not lacks_memory(tensor) and tensor.numel():
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
         small = [t for t in alike if t.nbytes < _ALONE_BYTES or not t.is_contiguous()]

@@ -29,6 +29,7 @@ from tilework.comm.operations.internal import (
     empty_tensor,
     reduce_scatter_tensor,
 )
+from tilework.comm.per_call.internal import address_of
 from tilework.cores import has_spare_core
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
@@ -102,7 +103,7 @@ class Gathering:
     ) -> None:
         self.block, self.fulls = block, fulls
         self._params, self._offsets = params, offsets
-        self.begin = block.data_ptr()
+        self.begin = address_of(block)
         self.end = self.begin + block.nbytes
         self.works: list[Work] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -281,7 +282,9 @@ class Flat:
         reduced = self._reduce(rows.view(-1), rows.shape[1], how, row.numel)
         for param, offset in zip(row.params, row.offsets, strict=False):
             results[id(param)] = param.in_row(reduced, offset, self.rank)
-        used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()
+        used = [mark > 0 for mark in marks]
+        if not all(marks) and not reduced.is_meta:  # else each rank is as this rank
+            used = (reduced[row.numel :] > 0).tolist()
         return [
             results[id(param)].to(param.grad_dtype or self.dtype) if has_grad else None
             for param, has_grad in zip(params, used, strict=True)

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import broadcast
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.comm.world import current_world, get_default_group
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of, spec_of, wrap
@@ -217,7 +218,7 @@ def _take_values_of(source: int, unit: Unit) -> None:
     for _, _, parameter in unit.tables.parameters():
         local: Any = parameter
         local = local_tensor_of(local) if isinstance(local, DTensor) else local
-        if not local.is_meta:
+        if not lacks_memory(local):
             broadcast(local.detach(), group.global_ranks[source], group)
 
 

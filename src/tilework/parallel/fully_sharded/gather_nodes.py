@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from tilework.comm.per_call.internal import address_of
+
 if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.flat import Gathering
     from tilework.parallel.fully_sharded.sharded_param import ShardedParam
@@ -121,7 +123,7 @@ class Saved:
     def __init__(self, use: Any, which: int, tensor: Tensor, gathering: Gathering) -> None:
         self.use, self.which = use, which
         self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = (tensor.data_ptr() - gathering.begin) // tensor.itemsize
+        self.offset = (address_of(tensor) - gathering.begin) // tensor.itemsize
         param: ShardedParam = gathering.param_at(self.offset)
         self.name, self.local = param.name, param.local  # the parameter may be swapped since
         self.version = self.local._version
@@ -174,7 +176,7 @@ def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
     def pack(tensor: Tensor) -> Any:
         is_own = type(tensor) in _OWN_TYPES and tensor.layout is torch.strided
         if is_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            address = tensor.data_ptr()
+            address = address_of(tensor)
             for which, part in enumerate(spans):
                 if part.begin <= address < part.end and tensor.dtype == part.block.dtype:
                     return Saved(use, which, tensor, part)

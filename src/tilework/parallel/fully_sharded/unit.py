@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from tilework.comm.contract import ReduceOp
 from tilework.comm.operations.internal import all_reduce, span
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.comm.provenance_digest import OF_A_UNIT, carrying
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import (
@@ -313,7 +314,7 @@ class Unit:
         return self._gathered
 
     def _new_gathered(self, flats: list[Flat], async_op: bool = False) -> GatheredParameters:
-        if any(flat.device.type == "meta" for flat in flats):
+        if any(lacks_memory(shard) for flat in flats for shard in flat.shards):
             raise RuntimeError(
                 f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
                 f"to_empty(device=...) and initialise it, or load a state dict with assign=True"

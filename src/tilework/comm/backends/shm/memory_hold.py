@@ -40,7 +40,7 @@ class HeldMemory:
 
     def __init__(self, tensors: Iterable[Tensor], written: Sequence[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_cpu]
-        spans = [(t.untyped_storage()._cdata, t.data_ptr(), t.nbytes) for t in written]
+        spans = [(t.untyped_storage()._cdata, t.data_ptr(), t.nbytes) for t in written if t.is_cpu]
         self._hold = _core.MemoryHold(storages, spans)
 
     def copy_to_moved(self) -> None:

@@ -1,0 +1,141 @@
+"""A rank of a job that is pretended: no other rank runs, and what it would send is written down.
+
+``tilework.plan`` runs a program once for each kind of rank, one after the other, in one process.
+Groups of such a rank are made on the backend ``pretend``, at once, without a meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class PretendedCall(NamedTuple):
+    """A call of a pretended rank: a collective, or a message."""
+
+    #: The name of the group, and the global ranks in it.
+    group: str
+    ranks: tuple[int, ...]
+    #: The public function, with dtype and shapes.
+    text: str
+    #: The values that must be equal on all ranks of the group, or at both ends of a message.
+    facts: tuple[Any, ...]
+    #: The bytes that this rank sends or receives, whichever is more.
+    nbytes: int
+    #: ``file:line in function`` of the program.
+    site: str
+    #: Of a message: the global rank at the other end; -1: any rank. None: a collective.
+    peer: int | None = None
+    #: True for an operation that returns before it is done.
+    is_async: bool = False
+    #: True for a call by which ranks only compare what they are about to do.
+    is_check: bool = False
+    #: Of a wait: the place in the rank's calls of the operation that is waited for.
+    waits_for: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the collective; "send" or "recv" for a message."""
+        return str(self.facts[0])
+
+
+@dataclass(eq=False)
+class JobValues:
+    """The values that pretended ranks of one job have sent, for the ranks that run later."""
+
+    #: By group, number of the call and, of a message, both ends and the tag.
+    sent: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
+    #: By group and number of the call: what each rank has gathered from, now and in the last pass.
+    rows: dict[tuple[Any, ...], dict[int, Tensor]] = field(default_factory=dict)
+    known_rows: dict[tuple[Any, ...], dict[int, Tensor]] = field(default_factory=dict)
+    #: Equal calls of all ranks are kept once.
+    calls: dict[PretendedCall, PretendedCall] = field(default_factory=dict)
+
+    def begin_pass(self) -> bool:
+        """Begin to run all ranks again, with what the others have gathered from.
+
+        Returns:
+            False, and nothing has changed, if the ranks would get what they have got.
+        """
+        old = self.known_rows
+        if not any(_differ(key, by_rank, old.get(key)) for key, by_rank in self.rows.items()):
+            return False
+        self.known_rows, self.rows, self.sent = self.rows, {}, {}
+        return True
+
+
+def _differ(
+    key: tuple[Any, ...], by_rank: dict[int, Tensor], known: dict[int, Tensor] | None
+) -> bool:
+    """True if a rank took another row for a peer's than the peer has."""
+    rows = list(by_rank.values())
+    if known is None:
+        return any(row.shape != rows[0].shape or not row.equal(rows[0]) for row in rows[1:])
+    return any(
+        rank not in known or row.shape != known[rank].shape or not row.equal(known[rank])
+        for rank, row in by_rank.items()
+    )
+
+
+@dataclass(eq=False)
+class Pretence:
+    """The state of one pretended rank."""
+
+    rank: int
+    ranks: int
+    #: The number of ranks on the host of each rank is equal but for one.
+    hosts: int = 1
+    #: The kind of device that tensors are on.
+    device: str = "cpu"
+    job: JobValues = field(default_factory=JobValues)
+    #: All calls and waits, in order.
+    calls: list[PretendedCall] = field(default_factory=list)
+    #: Told of each call, with the tensors that it writes.
+    #: True once the default group was made for a program that may make it again.
+    is_early: bool = False
+    listeners: list[Any] = field(default_factory=list)
+    _lost: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    def note(self, call: PretendedCall) -> int:
+        """Write down a call; return the place in :attr:`calls`."""
+        self.calls.append(self.job.calls.setdefault(call, call))
+        for listener in self.listeners:
+            listener(call)
+        return len(self.calls) - 1
+
+    def has_values(self, tensor: Tensor) -> bool:
+        """True if the elements are those that the program would compute."""
+        if tensor.is_meta:
+            return not tensor.numel()
+        known = self._lost.get(tensor.untyped_storage()._cdata) if self._lost else None
+        return known is None or bool(known.expired())  # type: ignore[no-untyped-call]
+
+    def lose(self, tensor: Tensor) -> None:
+        """Note that the elements are unknown from now on."""
+        if not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            self._lost[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+_pretence: ContextVar[Pretence | None] = ContextVar("tilework_pretence", default=None)
+
+
+def current_pretence() -> Pretence | None:
+    """The pretended rank that the calling thread runs; None if ranks are real."""
+    return _pretence.get()
+
+
+@contextmanager
+def pretending(pretence: Pretence) -> Iterator[Pretence]:
+    """Within the block, this thread is the rank of ``pretence``."""
+    token = _pretence.set(pretence)
+    try:
+        yield pretence
+    finally:
+        _pretence.reset(token)

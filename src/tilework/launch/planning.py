@@ -1,0 +1,78 @@
+"""``tilework plan`` and ``tilework run --pretend``: a program's ranks are pretended."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilework.errors import PretendError
+from tilework.launch.hints import hint
+from tilework.launch.program import Program
+from tilework.plan import Cluster, pretend
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """The options of ``tilework plan``.
+
+    Attributes:
+        ranks: The number of ranks.
+        hosts: The number of hosts.
+        memory: The memory of a rank, as text; None: as the cluster says.
+        cluster: The file that describes the cluster; None: there is none.
+        everyone: True to run each rank, not each kind.
+    """
+
+    ranks: int
+    hosts: int = 1
+    memory: str | None = None
+    cluster: Path | None = None
+    everyone: bool = False
+
+
+def plan_program(settings: PlanSettings, program: Program) -> int:
+    """Print the report on a program; return 0, or 1 if a rank parts, fails or lacks memory.
+
+    Raises:
+        ValueError: The settings contradict each other, or a file is no cluster.
+    """
+    cluster = Cluster() if settings.cluster is None else Cluster.read(settings.cluster)
+    with pretend(settings.ranks, settings.hosts, settings.memory, cluster) as job:
+        try:
+            report = job.run(_run, program, everyone=settings.everyone, is_script=True)
+        except PretendError as error:
+            print(f"tilework plan: {error}", file=sys.stderr)
+            return 1
+        except Exception as error:
+            traceback.print_exc()
+            if advice := hint(error):
+                print(advice, file=sys.stderr)
+            return 1
+    report.__rich__().print()
+    return 0 if report.is_good else 1
+
+
+def _run(program: Program) -> None:
+    rank = int(os.environ["RANK"])
+    path, arguments, main = list(sys.path), sys.argv, sys.modules["__main__"]
+    try:
+        with _quiet() if rank else contextlib.nullcontext():
+            program.run(rank)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise RuntimeError(f"rank {rank} ended with status {end.code}") from end
+    finally:
+        sys.path[:], sys.argv, sys.modules["__main__"] = path, arguments, main
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block, nothing is printed: all ranks but the first."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -1,0 +1,27 @@
+"""Planning: a job of thousands of ranks, in one process, by running the program itself.
+
+Example:
+    >>> from tilework.plan import pretend
+    >>> with pretend(ranks=4096, hosts=512, memory="80 GB") as job:  # doctest: +SKIP
+    ...     report = job.run(train)
+    >>> print(report)  # doctest: +SKIP
+"""
+
+from tilework.plan.cluster import Cluster, memory_bytes
+from tilework.plan.job import PlannedJob, pretend
+from tilework.plan.mismatches import Mismatch
+from tilework.plan.report import AxisTraffic, Change, PlanReport, RankReport
+from tilework.plan.timing import RankTime
+
+__all__ = [
+    "AxisTraffic",
+    "Change",
+    "Cluster",
+    "Mismatch",
+    "PlanReport",
+    "PlannedJob",
+    "RankReport",
+    "RankTime",
+    "memory_bytes",
+    "pretend",
+]

@@ -1,0 +1,191 @@
+"""The report on a planned job: memory, bytes, time, and what would go wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tilework.inspect import Peak
+from tilework.plan.cluster import Cluster
+from tilework.plan.mismatches import Mismatch
+from tilework.plan.timing import RankTime
+from tilework.show import Page, TextTable, bytes_text, count_text
+
+#: The most modules in the table of memory.
+_MOST_ROWS = 12
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """The communication of a rank along an axis of a mesh.
+
+    Attributes:
+        nbytes: The bytes that the rank sends or receives, whichever is more.
+        calls: The number of collectives.
+        messages: The number of messages to single ranks.
+    """
+
+    nbytes: int = 0
+    calls: int = 0
+    messages: int = 0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The report on a rank that ran, and stands for a kind of ranks.
+
+    Attributes:
+        rank: The rank.
+        peak: The memory at the moment of the most, by module and use.
+        traffic: By axis, the communication.
+        checks: The number of collectives by which ranks only compare what they do.
+        chain: The collectives and messages that wait for each other, in a row.
+        time: The expected time.
+        stopped: The reason for which the rank stopped after it had left the job; "".
+    """
+
+    rank: int
+    peak: Peak
+    traffic: Mapping[str, AxisTraffic]
+    checks: int
+    chain: int
+    time: RankTime
+    stopped: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes along all axes."""
+        return sum(each.nbytes for each in self.traffic.values())
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the program that would save memory, with the effect.
+
+    Attributes:
+        text: The change.
+        saved: The bytes that a rank saves at the peak, at most.
+        cost: What the change costs.
+    """
+
+    text: str
+    saved: int
+    cost: str
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The report on a job. ``print`` shows it, and rich draws it.
+
+    Attributes:
+        ranks: The number of ranks.
+        hosts: The number of hosts.
+        cluster: The machines.
+        kinds: The ranks that ran. Only they are proven.
+        mismatches: Ranks that would part, or wait forever.
+        changes: The cheapest changes, if memory does not suffice.
+        seconds: The seconds that planning took.
+    """
+
+    ranks: int
+    hosts: int
+    cluster: Cluster
+    kinds: Sequence[RankReport]
+    mismatches: Sequence[Mismatch] = ()
+    changes: Sequence[Change] = ()
+    seconds: float = 0.0
+    everyone: bool = field(default=False)
+
+    @property
+    def worst(self) -> RankReport:
+        """The rank with the highest peak of memory."""
+        return max(self.kinds, key=lambda each: each.peak.bytes)
+
+    @property
+    def fits(self) -> bool:
+        """True if each rank that ran has enough memory."""
+        limit = self.cluster.memory
+        return limit is None or self.worst.peak.bytes <= limit
+
+    @property
+    def is_good(self) -> bool:
+        """True if memory suffices, and no rank parts from the others."""
+        return self.fits and not self.mismatches
+
+    def __rich__(self) -> Page:
+        head = (
+            f"{count_text(self.ranks, 'rank')} on {count_text(self.hosts, 'host')}, "
+            f"planned in {self.seconds:.1f} s"
+        )
+        ran = ", ".join(str(each.rank) for each in self.kinds[:16])
+        more = f" and {len(self.kinds) - 16} more" if len(self.kinds) > 16 else ""
+        which = "every rank" if self.everyone else f"ranks {ran}{more}, one of each kind"
+        parts: list[str | TextTable] = [head, f"ran: {which}; only what ran is proven", ""]
+        parts += [*self._memory(), "", self._ranks(), "", *self._traffic()]
+        for rank in self.kinds:
+            if rank.stopped:
+                parts.append(f"rank {rank.rank}, after it had left the job: {rank.stopped}")
+        parts += ["", *self._findings()]
+        return Page(*parts)
+
+    def __str__(self) -> str:
+        return str(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return self.__rich__().html()
+
+    def _memory(self) -> list[str | TextTable]:
+        peak, limit = self.worst.peak, self.cluster.memory
+        of = "" if limit is None else f" of {bytes_text(limit)}"
+        uses = ", ".join(f"{use} {bytes_text(n)}" for use, n in peak.by_use().items() if n)
+        by = Counter(peak.by).most_common(_MOST_ROWS)
+        rows = [(module or "-", use, bytes_text(n)) for (module, use), n in by]
+        return [
+            f"memory: at most {bytes_text(peak.bytes)}{of}, on rank {self.worst.rank} ({uses})",
+            TextTable(("module", "use", "bytes"), rows, {2}),
+        ]
+
+    def _ranks(self) -> TextTable:
+        rows = [
+            (
+                str(each.rank),
+                bytes_text(each.peak.bytes),
+                bytes_text(each.nbytes),
+                str(each.chain),
+                str(each.time),
+            )
+            for each in self.kinds[:_MOST_ROWS]
+        ]
+        return TextTable(("rank", "peak", "moves", "chain", "time"), rows, {0, 1, 2, 3})
+
+    def _traffic(self) -> list[str | TextTable]:
+        busiest = max(self.kinds, key=lambda each: each.nbytes)
+        rows = [
+            (axis, f"{each.nbytes:,}", str(each.calls), str(each.messages))
+            for axis, each in busiest.traffic.items()
+        ]
+        table = TextTable(("axis", "bytes", "collectives", "messages"), rows, {1, 2, 3})
+        note = "measured" if self.cluster.is_measured else "an estimate: nothing was measured"
+        return [
+            f"communication of rank {busiest.rank}, besides {busiest.checks} small comparisons of "
+            f"ranks",
+            table,
+            f"times are {note}",
+        ]
+
+    def _findings(self) -> list[str]:
+        if self.is_good:
+            return ["no mismatch, and memory suffices" if self.cluster.memory else "no mismatch"]
+        found = [str(each) for each in self.mismatches]
+        if not self.fits:
+            limit = self.cluster.memory or 0
+            over = self.worst.peak.bytes - limit
+            found.append(
+                f"memory does not suffice: rank {self.worst.rank} lacks {bytes_text(over)}"
+            )
+            found += [
+                f"  {each.text}: saves up to {bytes_text(each.saved)}, costs {each.cost}"
+                for each in self.changes
+            ]
+        return found

@@ -1,0 +1,158 @@
+"""A rank of a job, pretended: the program runs as it is, on tensors without memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilework.comm.groups import init_process_group
+from tilework.comm.per_call.internal import JobValues, Pretence, PretendedCall, pretending
+from tilework.comm.world import World, current_world, own_world
+from tilework.errors import PretendError
+from tilework.mesh.internal import meshes_of_rank
+from tilework.plan.attention import attention_as_on
+from tilework.plan.kinds import PlacedMesh, axis_of
+from tilework.plan.tensors import WithoutMemory
+from tilework.plan.unknown import replaced
+
+
+@dataclass(frozen=True)
+class PretendedJob:
+    """A job to pretend: the sizes, the device of tensors, and the values that were sent so far."""
+
+    ranks: int
+    hosts: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    values: JobValues = field(default_factory=JobValues)
+
+
+@dataclass(eq=False)
+class RankRun:
+    """The run of one pretended rank."""
+
+    rank: int
+    calls: list[PretendedCall] = field(default_factory=list)
+    meshes: list[PlacedMesh] = field(default_factory=list)
+    #: The result of the program.
+    result: Any = None
+    #: The reason for which the rank stopped after it had left the job; "" if it ran to the end.
+    stopped: str = ""
+    #: The seconds that pretending took.
+    seconds: float = 0.0
+
+    def axis_of(self, call: PretendedCall) -> str:
+        """The axis of a mesh along which a call runs."""
+        return axis_of(self.meshes, call.ranks)
+
+
+def run_rank(
+    program: Callable[[], Any],
+    rank: int,
+    job: PretendedJob,
+    around: AbstractContextManager[Any] | None = None,
+    listeners: Sequence[Callable[[PretendedCall], None]] = (),
+    is_script: bool = True,
+) -> RankRun:
+    """Run ``program`` as one rank of a job. Blocks; starts no process.
+
+    Args:
+        program: The program.
+        rank: The rank.
+        job: The job.
+        around: A context in which the program runs.
+        listeners: Called with each call of the rank.
+        is_script: True if the program makes the default group; else the group is there.
+
+    Raises:
+        PretendError: The program needs a value that only a real run has.
+    """
+    run = RankRun(rank)
+    pretence = Pretence(rank, job.ranks, job.hosts, job.device.type, job.values)
+    meshes: dict[int, Any] = {}
+
+    def look(call: PretendedCall | None = None) -> None:
+        """Keep the meshes, which would end with their last tensors."""
+        meshes.update((id(mesh), mesh) for mesh in meshes_of_rank())
+
+    pretence.listeners += [look, *listeners]
+    run.calls = pretence.calls
+    world, begun = World(), time.perf_counter()
+    with ExitStack() as stack:
+        for context in (
+            own_world(world),
+            _environment(rank, job),
+            pretending(pretence),
+            replaced(job.device),
+            attention_as_on(job.device),
+            WithoutMemory(pretence, job.device),
+        ):
+            stack.enter_context(context)
+        try:
+            if not is_script:
+                init_process_group()
+                pretence.is_early = True
+            with around or nullcontext():
+                run.result = program()
+            look()
+        except PretendError as error:
+            # A rank that has left the job may check, draw or write whatever it likes.
+            if world.default_group is not None or not run.calls:
+                raise
+            run.stopped = str(error)
+        finally:
+            inside = [mesh for mesh in meshes.values() if mesh.get_coordinate() is not None]
+            run.meshes = [PlacedMesh.of(mesh, rank) for mesh in inside]
+            current_world().end()
+    run.seconds = time.perf_counter() - begun
+    return run
+
+
+@contextmanager
+def _environment(rank: int, job: PretendedJob) -> Iterator[None]:
+    """The variables that a launcher sets, and random numbers as at the start of a process."""
+    first, local, count = place_of(rank, job.ranks, job.hosts)
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": job.ranks,
+        "LOCAL_RANK": rank - first,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    states = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def place_of(rank: int, ranks: int, hosts: int) -> tuple[int, int, int]:
+    """The first rank of the host of a rank, the number of ranks there, and the host's number.
+
+    The first hosts have one rank more where the ranks do not divide.
+
+    Example:
+        >>> [place_of(rank, 5, 2) for rank in (0, 2, 3)]
+        [(0, 3, 0), (0, 3, 0), (3, 2, 1)]
+    """
+    least, more = divmod(ranks, hosts)
+    border = more * (least + 1)
+    host = rank // (least + 1) if rank < border else more + (rank - border) // max(least, 1)
+    first = host * least + min(host, more)
+    return first, least + (host < more), host

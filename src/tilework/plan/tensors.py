@@ -1,0 +1,218 @@
+"""Tensors of a pretended rank: without memory where values are of no use.
+
+Tensors of integers and truth values that a program makes have values, since Python reads them
+(indices, orders of rows), and so has everything that is computed from values alone. Tensors of
+floats that operators make have none, nor has anything that is computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tilework.comm.per_call.internal import Pretence, call_site
+from tilework.errors import PretendError
+from tilework.plan.attention import attention, choice_of
+from tilework.plan.unknown import is_unknown, refuse, truthful
+
+#: Larger tensors of integers have no values, either.
+MOST_VALUES = 1 << 22
+_MEMORYLESS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_FILLS = (
+    *("normal_", "uniform_", "zero_", "fill_", "random_", "bernoulli_", "exponential_"),
+    *("cauchy_", "geometric_", "log_normal_"),
+)
+_aten = torch.ops.aten
+
+
+class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the mode, operators of this thread make tensors as the module says."""
+
+    def __init__(self, pretence: Pretence, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pretence = pretence
+        self.device = device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would load the compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = leaves((args, kwargs))
+        if func in _SPECIAL:
+            return _SPECIAL[func](self, func, args, kwargs)
+        if not tensors or _is_like(func):
+            return self._made(func, tensors, args, kwargs)
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs["device"] = torch.device("cpu")
+            kwargs.pop("pin_memory", None)
+        on_meta = [tensor.is_meta for tensor in tensors]
+        if any(on_meta):
+            return self._without(func, args, kwargs, all(on_meta))
+        result = func(*args, **kwargs)
+        numbers = (*args, *kwargs.values())
+        if any(map(is_unknown, numbers)) or not all(map(self.pretence.has_values, tensors)):
+            for tensor in leaves(result):
+                self.pretence.lose(tensor)
+        return result
+
+    def _made(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operator that needs no values of tensors."""
+        asked = kwargs.pop("device", None)
+        on_meta = asked is not None and torch.device(asked).type == "meta"
+        generator = {} if "generator" not in kwargs else {"generator": kwargs.pop("generator")}
+        kwargs.pop("pin_memory", None)
+        args, options = tree_map_only(Tensor, _as_meta, (args, kwargs))
+        if not _takes_device(func):
+            return func(*args, **options, **generator)
+        nothing = dict.fromkeys(generator)
+        result = truthful(func, *args, **options, **nothing, device="meta")
+        if on_meta or not isinstance(result, Tensor) or not _may_have_values(result):
+            return result
+        if tensors and tensors[0].is_meta and func.__name__.startswith("empty"):
+            return result
+        if tensors:
+            return self._like(func, args, kwargs, result)
+        return func(*args, **kwargs, **generator, device="cpu")
+
+    def _like(self, func: Any, args: Any, kwargs: dict[str, Any], shown: Tensor) -> Tensor:
+        """The result of an operator such as zeros_like, with values."""
+        first = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype)
+        return func(first, *args[1:], **kwargs, device="cpu")  # type: ignore[no-any-return]
+
+    def _without(self, func: Any, args: Any, kwargs: dict[str, Any], all_meta: bool) -> Any:
+        """The result of an operator on tensors some of which have no memory, or all."""
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        if "generator" in kwargs:
+            kwargs["generator"] = None
+        written = _written(func)
+        if all_meta and written == (0,) and len(leaves((args, kwargs))) == 1 and _is_fill(func):
+            return args[0]
+        given, options = (
+            (args, kwargs) if all_meta else tree_map_only(Tensor, _as_meta, (args, kwargs))
+        )
+        try:
+            result = truthful(func, *given, **options)
+        except (NotImplementedError, RuntimeError) as error:
+            raise self._explained(func, error) from error
+        if not written:
+            return result
+        return self._wrote(written, args, kwargs, result)
+
+    def _wrote(
+        self, written: Sequence[int | str], args: Any, kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """The result of an operator that has written arguments whose values are lost."""
+        targets = [args[i] if isinstance(i, int) else kwargs.get(i) for i in written]
+        for tensor in leaves(targets):
+            self.pretence.lose(tensor)
+        alone = isinstance(result, Tensor) and len(targets) == 1
+        return targets[0] if alone and isinstance(targets[0], Tensor) else result
+
+    def _explained(self, func: Any, error: Exception) -> Exception:
+        """The error to raise where torch cannot run an operator without values."""
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+            return error
+        return PretendError(
+            f"{func} at {call_site()} needs the values of its tensors, which only a real run has: "
+            f"leave this out of the part that is planned. torch: {error}"
+        )
+
+
+def _scalar(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
+    if mode.pretence.has_values(args[0]):
+        return func(*args, **kwargs)
+    if args[0].is_floating_point():
+        return float("nan")
+    return refuse("reads the value of a tensor")
+
+
+def _attention(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
+    if mode.device.type != "cpu" or not args[0].is_meta:
+        return func.decompose(*args, **kwargs)
+    return attention(*args, **kwargs)
+
+
+def _choice(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
+    is_here = mode.device.type != "cpu" or not args[0].is_meta
+    return func(*args, **kwargs) if is_here else choice_of(*args, **kwargs)
+
+
+def _copied(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
+    """A copy to a device: all devices are one here."""
+    if args[0].is_meta:
+        return mode._without(func, args, kwargs, all_meta=True)
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    kwargs.pop("pin_memory", None)
+    result = func(*args, **kwargs)
+    if not mode.pretence.has_values(args[0]):
+        mode.pretence.lose(result)
+    return result
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _aten._local_scalar_dense.default: _scalar,
+    _aten._to_copy.default: _copied,
+    _aten._fused_sdp_choice.default: _choice,
+    _aten.scaled_dot_product_attention.default: _attention,
+}
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _may_have_values(tensor: Tensor) -> bool:
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return not is_real and tensor.numel() <= MOST_VALUES
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for each in value for tensor in leaves(each)]
+
+
+@cache
+def _is_fill(func: Any) -> bool:
+    """True for operators that write values to a tensor, of whatever shape, and nothing else."""
+    return func._schema.name.partition("::")[2] in _FILLS
+
+
+@cache
+def _takes_device(func: Any) -> bool:
+    return any(each.name == "device" for each in func._schema.arguments)
+
+
+@cache
+def _is_like(func: Any) -> bool:
+    name = func._schema.name.partition("::")[2]
+    return name.endswith("_like") or name in _MEMORYLESS
+
+
+@cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    """The arguments that an operator writes: positions, or names of those given by keyword."""
+    return tuple(
+        each.name if each.kwarg_only else position
+        for position, each in enumerate(func._schema.arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    )

@@ -1,0 +1,132 @@
+"""Pretended jobs do what real ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tests.plan.programs import PROGRAMS, explained, steps
+from tilework.comm.world import current_world
+from tilework.errors import PretendError
+from tilework.inspect import MemoryByUse
+from tilework.mesh import init_device_mesh
+from tilework.parallel import DistributedDataParallel
+from tilework.plan import pretend
+from tilework.testing import run_ranks
+
+Kinds = list[tuple[str, tuple[str, ...], int]]
+
+
+def pretended(program: Callable[[], Any], ranks: int) -> dict[int, Any]:
+    """The results of all ranks of a pretended job."""
+    results: dict[int, Any] = {}
+
+    def run() -> None:
+        results[dist.get_rank()] = program()
+
+    with pretend(ranks=ranks) as job:
+        assert job.run(run, everyone=True).is_good
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bytes_by_axis_are_those_of_explain(name: str, ranks: int) -> None:
+    program = PROGRAMS[name]
+    real = run_ranks(ranks, lambda rank: explained(program))
+    assert list(pretended(lambda: explained(program), ranks).values()) == real
+
+
+def calls_of_rank(program: Callable[[], None]) -> list[str]:
+    """The names of what a rank calls, by group."""
+    program()
+    groups = sorted(current_world().records, key=lambda each: each.global_ranks)
+    return [entry.what.split()[0] for group in groups for entry in group.flight_entries()]
+
+
+@pytest.mark.parametrize("name", ["ddp", "sharded", "tensor_parallel"])
+def test_ranks_call_what_real_ranks_call(name: str) -> None:
+    program = PROGRAMS[name]
+    real = run_ranks(2, lambda rank: calls_of_rank(program))
+    assert list(pretended(lambda: calls_of_rank(program), 2).values()) == real
+
+
+@pytest.mark.parametrize("name", ["ddp", "sharded", "tensor_parallel", "attention"])
+def test_the_counted_peak_is_that_of_a_real_run(name: str) -> None:
+    def peak() -> int:
+        with MemoryByUse() as memory:
+            PROGRAMS[name]()
+        return memory.peak.bytes
+
+    assert list(pretended(peak, 2).values()) == run_ranks(2, lambda rank: peak())
+
+
+def test_sums_count_all_ranks() -> None:
+    def program() -> list[int]:
+        x = torch.arange(3)
+        dist.all_reduce(x)
+        return x.tolist()
+
+    assert pretended(program, 5)[4] == [0, 5, 10]
+
+
+def test_a_branch_on_a_value_raises_with_the_line() -> None:
+    def program() -> None:
+        if torch.randn(3).sum().item() > 0:
+            raise AssertionError
+
+    with pretend(ranks=2) as job, pytest.raises(PretendError, match=r"test_job.py:.* in program"):
+        job.run(program)
+
+
+def test_numbers_without_values_compute_and_print() -> None:
+    def program() -> str:
+        loss = torch.randn(3).sum()
+        return f"{round(2 * loss.item(), 3):.2f}"
+
+    assert pretended(program, 1)[0] == "nan"
+
+
+def test_a_mesh_of_many_ranks_and_hosts_that_do_not_divide() -> None:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (16, 16, 16), mesh_dim_names=("pp", "dp", "tp"))
+        dist.all_reduce(torch.ones(4), group=mesh.get_group("dp"))
+
+    with pretend(ranks=4096, hosts=500) as job:
+        report = job.run(program)
+    assert report.is_good
+    assert report.kinds[-1].rank == 4095
+    assert report.kinds[-1].traffic["dp"].nbytes == 2 * 16 * 15 // 16
+
+
+def test_a_mesh_with_fewer_ranks_than_it_needs_raises() -> None:
+    with pretend(ranks=4) as job, pytest.raises(RuntimeError, match="needs 8 ranks"):
+        job.run(lambda: init_device_mesh("cpu", (8,)))
+
+
+def test_programs_may_make_the_default_group() -> None:
+    def program() -> int:
+        dist.init_process_group()
+        return dist.get_world_size()
+
+    assert pretended(program, 3)[2] == 3
+
+
+@pytest.mark.parametrize("given", [{"memory": "80 potatoes"}, {"ranks": 0}, {"hosts": 9}])
+def test_bad_sizes_raise(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"memory must|ranks must|hosts need"):
+        pretend(**{"ranks": 2, **given}).__enter__()
+
+
+def test_too_little_memory_is_reported_with_changes() -> None:
+    def program() -> None:
+        steps(DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(10, 10))))
+
+    with pretend(ranks=8, memory="1 KB") as job:
+        report = job.run(program)
+    assert not report.is_good
+    assert "fully_shard" in str(report)

@@ -1,0 +1,96 @@
+"""Ranks that would part, or wait forever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import tilework.distributed as dist
+from tilework.plan import Mismatch, pretend
+
+
+def found(program: Callable[[], None], ranks: int, everyone: bool = True) -> list[Mismatch]:
+    with pretend(ranks=ranks) as job:
+        return list(job.run(program, everyone=everyone).mismatches)
+
+
+def test_one_rank_that_reduces_another_way() -> None:
+    def program() -> None:
+        op = dist.ReduceOp.MAX if dist.get_rank() == 3071 else dist.ReduceOp.SUM
+        dist.all_reduce(torch.ones(2), op)
+
+    (mismatch,) = found(program, 3072)
+    assert mismatch.ranks == (0, 3071)
+    assert "they differ in reduction" in str(mismatch)
+    assert str(mismatch).count("test_mismatches.py") == 2
+
+
+def test_a_circle_of_two_groups() -> None:
+    def program() -> None:
+        first, second = dist.new_group([0, 1]), dist.new_group([1, 0], sort_ranks=False)
+        order = [first, second] if dist.get_rank() == 0 else [second, first]
+        for group in order:
+            dist.all_reduce(torch.ones(1), group=group)
+
+    (mismatch,) = found(program, 2)
+    assert "in a circle" in mismatch.text
+    assert sorted(mismatch.ranks) == [0, 1]
+
+
+def test_a_receive_without_a_send() -> None:
+    def program() -> None:
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(3), 1)
+        else:
+            dist.all_gather_object(
+                [None], 1, group=dist.new_group([1], use_local_synchronization=True)
+            )
+
+    (mismatch,) = found(program, 2)
+    assert "sends no such message" in mismatch.text
+    assert mismatch.ranks == (0, 1)
+
+
+def test_messages_of_other_sizes() -> None:
+    def program() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(4), 0)
+
+    (mismatch,) = found(program, 2)
+    assert "message 1" in mismatch.text
+
+
+def test_a_ring_of_messages_is_no_circle() -> None:
+    def program() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        into = torch.ones(2)
+        receive = dist.P2POp(dist.irecv, into, (rank - 1) % size)
+        send = dist.P2POp(dist.isend, into.clone(), (rank + 1) % size)
+        for work in dist.batch_isend_irecv([receive, send]):
+            work.wait()
+
+    assert not found(program, 4)
+
+
+def test_receives_before_sends_are_a_circle() -> None:
+    def program() -> None:
+        other = 1 - dist.get_rank()
+        dist.recv(torch.ones(2), other)
+        dist.send(torch.ones(2), other)
+
+    (mismatch,) = found(program, 2)
+    assert "in a circle" in mismatch.text
+
+
+def test_a_rank_that_leaves_out_a_collective() -> None:
+    def program() -> None:
+        dist.barrier()
+        if dist.get_rank() != 2:
+            dist.barrier()
+
+    (mismatch,) = found(program, 3)
+    assert "does not call it" in mismatch.text
+    assert 2 in mismatch.ranks
