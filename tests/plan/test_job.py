@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import tilework.distributed as dist
 from tests.plan.programs import PROGRAMS, explained, steps
+from tilework.capture import capture
+from tilework.checkpoint import save
 from tilework.comm.world import current_world
+from tilework.data import DistributedSampler
 from tilework.errors import PretendError
 from tilework.inspect import MemoryByUse
 from tilework.mesh import init_device_mesh
-from tilework.parallel import DistributedDataParallel
+from tilework.parallel import DistributedDataParallel, clip_grad_norm_, fully_shard
 from tilework.plan import pretend
 from tilework.testing import run_ranks
 
@@ -130,3 +136,48 @@ def test_too_little_memory_is_reported_with_changes() -> None:
         report = job.run(program)
     assert not report.is_good
     assert "fully_shard" in str(report)
+
+
+def saving() -> None:
+    folder = tempfile.mkdtemp()
+    save({"model": fully_shard(torch.nn.Linear(8, 8)).state_dict()}, folder)
+
+
+def captured() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    step = capture(lambda x: model(x).sum().backward())
+    for _ in range(3):
+        step(torch.randn(2, 8))
+
+
+def data() -> None:
+    rows = TensorDataset(torch.randn(20, 8), torch.randint(0, 4, (20,)))
+    model = DistributedDataParallel(torch.nn.Linear(8, 4))
+    for x, y in DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows)):
+        F.cross_entropy(model(x), y).backward()
+
+
+def clipped() -> None:
+    model = fully_shard(torch.nn.Linear(8, 8))
+    model(torch.randn(2, 8)).sum().backward()
+    print(f"{clip_grad_norm_(model.parameters(), 1.0).item():.2f}")
+
+
+def objects() -> None:
+    given = [{"a": 1} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(given, 0)
+    assert given == [{"a": 1}]
+
+
+@pytest.mark.parametrize("program", [saving, captured, data, clipped, objects])
+def test_whatever_programs_do(program: Callable[[], None]) -> None:
+    pretended(program, 3)
+
+
+def test_autocast_is_refused() -> None:
+    def program() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.nn.Linear(2, 2)(torch.randn(1, 2))
+
+    with pretend(ranks=1) as job, pytest.raises(PretendError, match="autocast"):
+        job.run(program)

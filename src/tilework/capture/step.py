@@ -23,7 +23,7 @@ from tilework.capture.recording.arguments import StepCall, flatten
 from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.comm.operations.internal import span
-from tilework.comm.per_call.internal import current_recorder
+from tilework.comm.per_call.internal import current_pretence, current_recorder
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import DTensorSpec, layout_of, local_tensor_of
@@ -148,7 +148,7 @@ class Program(Generic[P, T]):
         self.is_warm = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if not self.is_warm or current_recorder() is not None:
+        if not self.is_warm or current_recorder() is not None or current_pretence() is not None:
             result = self.__wrapped__(*args, **kwargs)
             self.is_warm = True
             return result

@@ -20,7 +20,7 @@ from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.stateful_objects import is_lazy
 from tilework.checkpoint.tensor_bytes import dtype_name, full_crc32
 from tilework.checkpoint.values import KIND
-from tilework.comm.per_call.internal import has_memory
+from tilework.comm.per_call.internal import has_memory, lacks_memory
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of
 from tilework.layout import Box, Partial, Replicate
@@ -140,9 +140,9 @@ def _check_plain(leaf: Tensor, where: str) -> None:
         kind, instead = f"sparse ({leaf.layout})", "save its to_dense(), or its indices and values"
     elif leaf.is_quantized:
         kind, instead = f"quantized ({leaf.dtype})", "save its int_repr() and its scales"
-    elif leaf.device.type == "meta":
+    elif lacks_memory(leaf):
         kind, instead = "on the device 'meta', without values", "give it values first"
-    elif not has_memory(leaf):
+    elif not (leaf.is_meta or has_memory(leaf)):
         kind = f"a {type(leaf).__name__} without memory"
         instead = "save the tensors that it holds"
     else:

@@ -19,6 +19,7 @@ from tilework.comm.operations.objects import (
     report_of,
 )
 from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.comm.pretence import current_pretence
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, member, resolve
 from tilework.errors import DistBackendError
 
@@ -174,6 +175,11 @@ def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
     row = torch.tensor([digest, len(data)], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)
     all_gather_into_tensor(rows, row, pg)
+    pretence = current_pretence()
+    if pretence is not None:
+        key = "agree", pg.group_name, pg.global_ranks, pg.get_sequence_number_for_group()
+        others = pretence.job.exchange(key, pg.rank(), report)
+        return [others.get(rank, report) for rank in range(pg.size())]
     digests, sizes = zip(*rows.tolist(), strict=True)
     if digests.count(digest) == len(digests):
         return [report] * len(digests)  # the usual case

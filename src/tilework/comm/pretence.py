@@ -51,36 +51,35 @@ class JobValues:
 
     #: By group, number of the call and, of a message, both ends and the tag.
     sent: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
-    #: By group and number of the call: what each rank has gathered from, now and in the last pass.
-    rows: dict[tuple[Any, ...], dict[int, Tensor]] = field(default_factory=dict)
-    known_rows: dict[tuple[Any, ...], dict[int, Tensor]] = field(default_factory=dict)
+    #: By group and number of the call: what each rank has given, now and in the last pass.
+    given: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     #: Equal calls of all ranks are kept once.
     calls: dict[PretendedCall, PretendedCall] = field(default_factory=dict)
 
+    def exchange(self, key: tuple[Any, ...], rank: int, value: Any) -> dict[int, Any]:
+        """Give a plain value; return what others gave in the last pass, by rank in the group."""
+        self.given.setdefault(key, {})[rank] = value
+        return {other: theirs for other, theirs in self.known.get(key, {}).items() if other != rank}
+
     def begin_pass(self) -> bool:
-        """Begin to run all ranks again, with what the others have gathered from.
+        """Begin to run all ranks again, each with what the others have given.
 
         Returns:
             False, and nothing has changed, if the ranks would get what they have got.
         """
-        old = self.known_rows
-        if not any(_differ(key, by_rank, old.get(key)) for key, by_rank in self.rows.items()):
+        if not any(self._differ(key) for key in self.given):
             return False
-        self.known_rows, self.rows, self.sent = self.rows, {}, {}
+        self.known, self.given, self.sent = self.given, {}, {}
         return True
 
-
-def _differ(
-    key: tuple[Any, ...], by_rank: dict[int, Tensor], known: dict[int, Tensor] | None
-) -> bool:
-    """True if a rank took another row for a peer's than the peer has."""
-    rows = list(by_rank.values())
-    if known is None:
-        return any(row.shape != rows[0].shape or not row.equal(rows[0]) for row in rows[1:])
-    return any(
-        rank not in known or row.shape != known[rank].shape or not row.equal(known[rank])
-        for rank, row in by_rank.items()
-    )
+    def _differ(self, key: tuple[Any, ...]) -> bool:
+        """True if a rank took something else for what a peer has given."""
+        given, known = self.given[key], self.known.get(key)
+        if known is None:
+            first = next(iter(given.values()))
+            return any(value != first for value in given.values())
+        return any(rank not in known or value != known[rank] for rank, value in given.items())
 
 
 @dataclass(eq=False)
@@ -97,6 +96,8 @@ class Pretence:
     #: All calls and waits, in order.
     calls: list[PretendedCall] = field(default_factory=list)
     #: Told of each call, with the tensors that it writes.
+    #: The bytes of checkpoints that the rank would have written.
+    saved_bytes: int = 0
     #: True once the default group was made for a program that may make it again.
     is_early: bool = False
     listeners: list[Any] = field(default_factory=list)

@@ -411,7 +411,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
-    parser.set_defaults(parser=parser, command=lambda options: _doctor(options.calibrate))
+    parser.add_argument("--describe", metavar="FILE", type=Path, help=_DESCRIBE_HELP)
+    parser.set_defaults(
+        parser=parser, command=lambda options: _doctor(options.calibrate, options.describe)
+    )
 
 
 _DOCTOR_NOTES = """\
@@ -421,9 +424,15 @@ _DOCTOR_NOTES = """\
 _CALIBRATE_HELP = "measure again which ways of moving data are fast here, keep and print that"
 
 
-def _doctor(calibrate: bool) -> int:
+_DESCRIBE_HELP = "measure a rank's arithmetic, and write FILE for tilework plan --cluster FILE"
+
+
+def _doctor(calibrate: bool, describe: Path | None) -> int:
     # Imported late, as it loads torch: help and wrong use should not wait for that.
     module = importlib.import_module("tilework.launch.doctor")
+    if describe is not None:
+        described: int = module.describe(describe)
+        return described
     status: int = module.calibrate() if calibrate else module.doctor()
     return status
 

@@ -29,6 +29,7 @@ from tilework.comm.backends.machine import (
 )
 from tilework.cores import cpu_quota, host_topology, usable_cores
 from tilework.launch.binding import bound_sets
+from tilework.plan import measured_here
 from tilework.testing import run_ranks
 
 _TEST_RANKS: Final = 2
@@ -213,6 +214,18 @@ def calibrate() -> int:
     for name, value in host_facts().items():
         print(f"{name}: {value}")
     print(known.origin)
+    return 0
+
+
+def describe(path: Path) -> int:
+    """Measure what a rank on this machine does, and write it for ``tilework plan``.
+
+    Returns the exit status of the command.
+    """
+    messages = () if core_error() is not None else host_calibration().measurements
+    cluster = measured_here(messages)
+    cluster.write(path)
+    print(f"wrote {path}: {cluster}")
     return 0
 
 

@@ -229,7 +229,7 @@ class SyncBatchNorm(_BatchNorm):
         if torch.is_grad_enabled() and not own.requires_grad:
             own.requires_grad_()  # backward is collective where any rank's input needs a gradient
         every = functional.all_gather_tensor(own.unsqueeze(0), 0, group)
-        if not every[:, -1].any():
+        if not every.is_meta and not every[:, -1].any():
             every = every.detach()
         channels = self.num_features
         counts = every[:, -2:-1].detach()
@@ -240,7 +240,8 @@ class SyncBatchNorm(_BatchNorm):
         # rank's mean.
         apart = ((means - mean).square() * counts).sum(0)
         var = (every[:, channels:-2].sum(0) + apart) / total.clamp_min(1)
-        return mean, var, int(total)
+        # Pretended ranks have as many rows each.
+        return mean, var, rows * group.size() if total.is_meta else int(total)
 
     def _group(self) -> ProcessGroup | None:
         """The group of the statistics, in ``Join`` of ranks with inputs; None: this rank alone."""

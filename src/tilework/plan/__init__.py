@@ -9,6 +9,7 @@ Example:
 
 from tilework.plan.cluster import Cluster, memory_bytes
 from tilework.plan.job import PlannedJob, pretend
+from tilework.plan.measuring import measured_here
 from tilework.plan.mismatches import Mismatch
 from tilework.plan.report import AxisTraffic, Change, PlanReport, RankReport
 from tilework.plan.timing import RankTime
@@ -22,6 +23,7 @@ __all__ = [
     "PlannedJob",
     "RankReport",
     "RankTime",
+    "measured_here",
     "memory_bytes",
     "pretend",
 ]

@@ -91,6 +91,8 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _without(self, func: Any, args: Any, kwargs: dict[str, Any], all_meta: bool) -> Any:
         """The result of an operator on tensors some of which have no memory, or all."""
+        if torch.is_autocast_enabled("cpu"):
+            refuse("uses torch.autocast, which leaves tensors without memory as they are,")
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         if "generator" in kwargs:
@@ -124,7 +126,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
             return error
         return PretendError(
-            f"{func} at {call_site()} needs the values of its tensors, which only a real run has: "
+            f"{func} at {call_site()} needs the values of tensors, which only a real run has: "
             f"leave this out of the part that is planned. torch: {error}"
         )
 

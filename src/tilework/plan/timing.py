@@ -77,6 +77,7 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops += flops
         self.nbytes += nbytes
         self.calls += 1
+        self.operators.append((flops, nbytes))
         self.seconds += self.cluster.operator_seconds(flops, nbytes)
         return result
 
