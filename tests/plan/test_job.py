@@ -154,7 +154,7 @@ def data() -> None:
     rows = TensorDataset(torch.randn(20, 8), torch.randint(0, 4, (20,)))
     model = DistributedDataParallel(torch.nn.Linear(8, 4))
     for x, y in DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows)):
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
 
 
 def clipped() -> None:

@@ -12,6 +12,7 @@ from tilework.plan.job import PlannedJob, pretend
 from tilework.plan.measuring import measured_here
 from tilework.plan.mismatches import Mismatch
 from tilework.plan.report import AxisTraffic, Change, PlanReport, RankReport
+from tilework.plan.suggestions import ModelPlan, Suggestions, suggest
 from tilework.plan.timing import RankTime
 
 __all__ = [
@@ -19,11 +20,14 @@ __all__ = [
     "Change",
     "Cluster",
     "Mismatch",
+    "ModelPlan",
     "PlanReport",
     "PlannedJob",
     "RankReport",
     "RankTime",
+    "Suggestions",
     "measured_here",
     "memory_bytes",
     "pretend",
+    "suggest",
 ]

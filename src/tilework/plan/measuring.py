@@ -33,10 +33,12 @@ def measured_here(messages: Sequence[Measurement] = ()) -> Cluster:
         ((each, _error(each, cases)) for each in _candidates(cases)), key=lambda pair: pair[1]
     )
     operators = f"operators on {usable_cores()} cores, {torch.get_num_threads()} threads"
-    latency, per_byte = _message_prices(messages) if messages else (None, None)
-    prices = {} if latency is None else {"latency": latency, "seconds_per_byte": per_byte}
+    cluster = Cluster()
+    if messages:
+        latency, per_byte = _message_prices(messages)
+        cluster = replace(cluster, latency=latency, seconds_per_byte=per_byte)
     return replace(
-        Cluster(**prices),
+        cluster,
         flops=best.flops,
         bandwidth=best.bandwidth,
         call_seconds=best.call_seconds,

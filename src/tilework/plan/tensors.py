@@ -154,7 +154,8 @@ def _copied(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
     """A copy to a device: all devices are one here."""
     if args[0].is_meta:
         return mode._without(func, args, kwargs, all_meta=True)
-    if kwargs.get("device") is not None:
+    asked = kwargs.get("device")
+    if asked is not None and torch.device(asked).type != "meta":
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
     result = func(*args, **kwargs)
