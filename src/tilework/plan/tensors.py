@@ -151,7 +151,7 @@ def _choice(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
-    """A copy to a device: all devices are one here."""
+    """A copy to a device: here there is a single device."""
     if args[0].is_meta:
         return mode._without(func, args, kwargs, all_meta=True)
     asked = kwargs.get("device")

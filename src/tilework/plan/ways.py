@@ -52,7 +52,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Way:
+class SharingWay:
     """A way to share a model among ranks.
 
     Attributes:
@@ -89,8 +89,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module
 
 
 def _cut(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:
-    cut: nn.Module = parallelize(model, mesh, example)
-    return cut
+    parallelize(model, mesh, example)  # in place
+    return model
 
 
 def _recompute(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:
@@ -148,12 +148,12 @@ def _nothing_to_cut(sizes: Sizes, degree: int) -> str:
 
 
 #: All ways, in the order in which they are applied to a model.
-WAYS: Final[dict[str, Way]] = {
+WAYS: Final[dict[str, SharingWay]] = {
     way.name: way
     for way in (
-        Way("tp", False, _cut_sizes, _cut, _nothing_to_cut),
-        Way("recompute", False, _recomputed, _recompute),
-        Way("fsdp", True, _sharded, _shard, _too_few_rows),
-        Way("ddp", True, _replicated, _replicate, _too_few_rows),
+        SharingWay("tp", False, _cut_sizes, _cut, _nothing_to_cut),
+        SharingWay("recompute", False, _recomputed, _recompute),
+        SharingWay("fsdp", True, _sharded, _shard, _too_few_rows),
+        SharingWay("ddp", True, _replicated, _replicate, _too_few_rows),
     )
 }
