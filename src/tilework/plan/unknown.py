@@ -136,6 +136,7 @@ def replaced(device: torch.device) -> Iterator[None]:
         elif name == "is_cpu":
             value = device.type == "cpu"
         put(Tensor, name, _attribute(name, getattr(torch._C.TensorBase, name), value))
+    put(torch.autocast, "__enter__", _without_autocast(torch.autocast.__enter__))
     for name in ("tensor", "as_tensor"):
         put(torch, name, _maker(getattr(torch, name)))
     for name, function in list(vars(math).items()):
@@ -186,6 +187,19 @@ def _attribute(name: str, original: Any, value: Any) -> property:
         return found if caller.startswith(_OWN) else value
 
     return _Claim(read, name)
+
+
+def _without_autocast(original: Any) -> Any:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        if self._enabled:
+            raise PretendError(
+                f"torch.autocast at {call_site()} leaves tensors without memory as they are: "
+                f"cast the model for a plan, or pass enabled=False"
+            )
+        return original(self)
+
+    return enter
 
 
 def _maker(original: Any) -> Any:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilework.comm.per_call.internal import device_kind
 from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.per_call.internal import device_kind
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import Moved, TensorText, moving
