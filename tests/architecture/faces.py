@@ -35,7 +35,7 @@ FACES: Final[dict[str, tuple[str, ...]]] = {
     "sharded": ("", "internal"),
     "dtensor": ("", "internal"),
     "checkpoint": ("", "command"),
-    "parallel": ("data_parallel.ddp", "fully_sharded.module", "fully_sharded.unit"),
+    "parallel": ("", "fully_sharded.module", "fully_sharded.unit"),
     "capture": ("", "program.number"),
     "inspect": ("", "command"),
     "plan": ("",),

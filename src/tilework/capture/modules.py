@@ -33,7 +33,7 @@ from tilework.comm.per_call.internal import current_recorder, unrecorded
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, wrap_as
 from tilework.errors import CaptureError
-from tilework.parallel.data_parallel.ddp import DistributedDataParallel
+from tilework.parallel import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import units_of
 from tilework.parallel.fully_sharded.unit import as_program, is_in_forward
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilework.errors import PretendError
-from tilework.launch.hints import hint
+from tilework.launch.failure_report import hint
 from tilework.launch.program import Program
 from tilework.plan import Cluster, pretend
 

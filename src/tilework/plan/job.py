@@ -52,7 +52,7 @@ class PlannedJob:
         The default group is there when the program begins; the program may also make it.
 
         Args:
-            program: Runs on each rank, as on a real one: builds a model, takes a step or two.
+            program: Runs on each rank, as on a real rank: builds a model, takes a step or two.
             arguments: The arguments.
             everyone: Run each rank, not each kind.
             is_script: True if the program makes the default group itself.

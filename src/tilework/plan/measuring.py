@@ -52,7 +52,7 @@ Measurement = tuple[str, int, str, float]
 
 
 def _message_prices(messages: Sequence[Measurement]) -> tuple[float, float]:
-    """The seconds of the shortest collective, and those for each byte of long ones."""
+    """The seconds of the shortest collective, and those for each byte of long collectives."""
     best: dict[tuple[str, int], float] = {}
     for name, nbytes, _, seconds in messages:
         best[name, nbytes] = min(seconds, best.get((name, nbytes), seconds))

@@ -1,4 +1,4 @@
-"""Values that only a real run has: numbers that stand for them, and errors where Python needs one.
+"""Values that only a real run has: numbers that stand for them, and errors where Python needs more.
 
 ``item()`` of a float gives an :class:`UnknownNumber`, which computes and prints, and on which no
 program can branch. The methods of ``torch.Tensor`` are replaced while a rank is pretended.

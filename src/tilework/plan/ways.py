@@ -85,7 +85,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module
     for block in blocks_of(model):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    sharded: nn.Module = fully_shard(model, mesh=mesh)
+    return sharded
 
 
 def _cut(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:

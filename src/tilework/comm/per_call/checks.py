@@ -94,7 +94,8 @@ def address_of(tensor: Tensor) -> int:
     if not tensor.is_meta:
         return tensor.data_ptr()
     place = tensor.storage_offset() * tensor.itemsize
-    return (tensor.untyped_storage()._cdata << _STORAGE_BITS) + place
+    storage: int = tensor.untyped_storage()._cdata
+    return (storage << _STORAGE_BITS) + place
 
 
 def refuse_parts(value: Tensor, name: str) -> None:
