@@ -42,6 +42,7 @@ def split(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int])
     """The elements of the shard at a coordinate: each axis splits what those before left."""
     elements = range(extent)
     for axis, sizes in splits:
+        assert not isinstance(sizes, int)  # no blocks that are dealt in turns
         parts = chunk_sizes(len(elements), lengths[axis]) if sizes is None else list(sizes)
         start = sum(parts[: coordinate[axis]])
         elements = elements[start : start + parts[coordinate[axis]]]

@@ -93,7 +93,7 @@ def address_of(tensor: Tensor) -> int:
     """
     if not tensor.is_meta:
         return tensor.data_ptr()
-    place = tensor.storage_offset() * tensor.itemsize
+    place = int(tensor.storage_offset()) * tensor.itemsize
     storage: int = tensor.untyped_storage()._cdata
     return (storage << _STORAGE_BITS) + place
 
