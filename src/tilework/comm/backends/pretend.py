@@ -25,9 +25,9 @@ from tilework.comm.per_call.callsite import call_site
 from tilework.comm.pretence import Pretence, PretendedCall, current_pretence
 from tilework.errors import DistBackendError
 
-#: Reductions of N equal values that give the value.
 #: The most elements of a row that is kept for the other ranks.
 _MOST_ROW = 4096
+#: Reductions of N equal values that give the value.
 _IDEMPOTENT = ("avg", "min", "max", "band", "bor")
 #: Kinds in which all ranks have tensors of one size.
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
