@@ -22,6 +22,7 @@ from tilework.mesh import init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
     DistributedDataParallel,
+    MixedPrecisionPolicy,
     RowwiseParallel,
     Schedule,
     apply_activation_checkpointing,
@@ -111,6 +112,41 @@ def test_gathers_and_reductions_may_be_actions() -> None:
         ]
     )
     test_wrapped_stages_train_as_one_process("fsdp", plan)
+
+
+def _loss_of_parts(change: Any) -> list[float]:
+    """The loss of a step of two stages with two replicas, whose parts ``change`` has changed."""
+
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        plan = one_f_one_b(2, 2)
+        stages = pipeline(seeded(), mesh["pp"], split="even", schedule=plan)
+        for part in stages.parts:
+            change(part, mesh["dp"])
+        x, target = batch()
+        return stages.step(x, target=target, loss=lambda y, t: F.mse_loss(y.float(), t)).item()
+
+    return run_ranks(4, program)
+
+
+def test_values_of_a_narrower_dtype_cross() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def change(part: Any, mesh: Any) -> None:
+        for each in (*(x for x in part.layers if isinstance(x, Block)), part.first, part.last):
+            if any(True for _ in each.parameters()):
+                fully_shard(each, mesh=mesh, mp_policy=policy)
+
+    got = _loss_of_parts(change)
+    expected = F.mse_loss(seeded()(batch()[0]), batch()[1]).item()
+    assert got == [pytest.approx(expected, rel=0.02)] * 4
+
+
+def test_a_dtensor_that_would_cross_is_refused() -> None:
+    columns = ColwiseParallel(use_local_output=False)
+    plan = {"layers.*.up": columns, "layers.*.down": RowwiseParallel(use_local_output=False)}
+    with pytest.raises(TypeError, match=r"a DTensor crosses the cut after stage 0: layers\.3"):
+        _loss_of_parts(lambda part, mesh: parallelize_module(part, mesh, plan))
 
 
 def test_checkpoints_of_a_pipeline_load_with_any_number_of_stages(tmp_path: Path) -> None:

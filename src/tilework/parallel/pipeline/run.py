@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.internal import irecv, isend
+from tilework.dtensor import DTensor
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
 from tilework.parallel.pipeline.schedule import Action, Schedule, StageMessage
@@ -186,7 +186,7 @@ class Execution:
         if stage + 1 == self.schedule.stages:
             made = self._end(number, made)
         else:
-            self._check(stage, made, mine.route.cuts[stage])
+            made = self._checked(stage, made, mine.route.cuts[stage])
         if self.trains:
             self._kept[stage, number] = _Kept(values, made)
         is_last = stage + 1 == self.schedule.stages
@@ -204,9 +204,22 @@ class Execution:
         weighted = loss if mine.weight == 1 else loss * mine.weight
         return (weighted if self.scaler is None else self.scaler.scale(weighted),)
 
-    def _check(self, stage: int, made: Sequence[Tensor], crossings: Sequence[Crossing]) -> None:
-        """Raise unless a stage made what the route says."""
-        for value, each in zip(made, crossings, strict=True):
+    def _checked(
+        self, stage: int, made: Sequence[Tensor], crossings: Sequence[Crossing]
+    ) -> tuple[Tensor, ...]:
+        """What a stage made, if the route says so; in the route's dtype, where that loses nothing,
+        as after a policy of mixed precision.
+        """
+        pairs = [
+            (_in_dtype(value, each.dtype), each)
+            for value, each in zip(made, crossings, strict=True)
+        ]
+        for value, each in pairs:
+            if isinstance(value, DTensor):
+                raise TypeError(
+                    f"a DTensor crosses the cut after stage {stage}: {each}. Plain tensors go "
+                    f"between stages: let a style give local tensors there (use_local_output=True)"
+                )
             if tuple(value.shape) != each.shape or value.dtype != each.dtype:
                 raise RuntimeError(
                     f"stage {stage} made {list(value.shape)} {value.dtype} for {each}: stages can "
@@ -217,6 +230,7 @@ class Execution:
                     f"parameters of stage {stage} or before require gradients, and none did when "
                     f"pipeline() was called: unfreeze them before pipeline()"
                 )
+        return tuple(value for value, _ in pairs)
 
     def _backward(self, action: Action, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         _, stage, number = action
@@ -280,6 +294,6 @@ class Execution:
                     unit.reduce_deferred()
 
 
-def leaves_of(values: Any) -> list[Tensor]:
-    """The tensors in a nesting."""
-    return [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
+def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    is_wider = torch.promote_types(value.dtype, dtype) == dtype
+    return value.to(dtype) if is_wider and value.is_floating_point() else value

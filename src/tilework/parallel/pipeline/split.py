@@ -64,10 +64,10 @@ def names_of_cuts(
 
     Args:
         model: The whole model.
-        how: The names; "even" or "by time": equally many, or equally slow, items of the longest
+        how: The names; "even" or "by time": equally many, or equally slow, items of the largest
             chain; or a plan of a chain, by module name.
         stages: The number of stages.
-        times: Measures the items of the longest chain; called for "by time".
+        times: Measures the items of the largest chain; called for "by time".
 
     Raises:
         ValueError: A name is unknown, or there are not as many parts as stages.
@@ -191,7 +191,7 @@ def _ancestors(name: str) -> list[str]:
 
 
 def chain_of(model: nn.Module, how: Any = "even") -> list[str]:
-    """The names of the items of the longest chain: of a ModuleList or Sequential, or of a plan.
+    """The names of a chain's items: of the largest ModuleList or Sequential, or of a plan.
 
     Raises:
         ValueError: The model has no chain, or lacks a module that the plan names.
@@ -211,13 +211,19 @@ def chain_of(model: nn.Module, how: Any = "even") -> list[str]:
             f"{' among the modules of the plan' if isinstance(how, Mapping) else ''}: name the "
             f"modules to cut at, split=[...]"
         )
-    return max(chains.values(), key=len)
+    return max(chains.values(), key=lambda items: _spread(model, items))
+
+
+def _spread(model: nn.Module, items: Sequence[str]) -> tuple[int, int]:
+    """How much stages can share of a chain: all parameters but the largest item's; the length."""
+    sizes = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in items]
+    return sum(sizes) - max(sizes, default=0), len(items)
 
 
 def _evenly(chain: Sequence[str], stages: int) -> list[str]:
     if len(chain) < stages:
         raise ValueError(
-            f"{stages} stages, and the longest chain has only {len(chain)} modules "
+            f"{stages} stages, and the largest chain has only {len(chain)} modules "
             f"({_ranges(chain)}): name the modules to cut at, split=[...]"
         )
     return [chain[len(chain) * stage // stages] for stage in range(1, stages)]
@@ -243,7 +249,7 @@ def _by_time(times: Mapping[str, float], stages: int) -> list[str]:
 def measured(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, float]:
-    """The seconds that each item of the longest chain takes in a forward, the best of three."""
+    """The seconds that each item of the largest chain takes in a forward, the best of three."""
     names = chain_of(model)
     items = dict(model.named_modules())
     seconds = dict.fromkeys(names, float("inf"))

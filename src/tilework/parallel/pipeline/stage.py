@@ -669,7 +669,9 @@ class Twin:
         """What crosses the cuts for these inputs. Local; the same on all ranks."""
         leaves, spec = tree_flatten((args, dict(kwargs)))
         kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves]
-        key = (spec, *kinds, training, torch.is_grad_enabled())
+        device = self._device.type
+        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        key = (spec, *kinds, training, torch.is_grad_enabled(), casts)
         if key not in self._routes:
             self._model.train(training)
             walk = GhostWalk(self._split, self._device)

@@ -60,7 +60,7 @@ def pipeline(
         model: The model. Wrap the stages in ``fully_shard`` or DDP afterwards, not the model.
         mesh: A mesh of one axis, such as ``mesh["pp"]``.
         split: The names of the modules before which the model is cut; "even": equally many items of
-            the longest ModuleList or Sequential for each stage; "by time": items such that the
+            the largest ModuleList or Sequential for each stage; "by time": items such that the
             slowest stage is as fast as possible, measured with ``example``; or a plan by module
             name, as Hugging Face's ``model.base_model_pp_plan``.
         schedule: The order of actions; it has as many ranks as the mesh.
