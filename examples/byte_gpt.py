@@ -54,10 +54,13 @@ from tilework.parallel import (
     PrepareModuleOutput,
     Resilient,
     RowwiseParallel,
+    Schedule,
     SequenceParallel,
+    Stages,
     comm_hooks,
     fully_shard,
     parallelize_module,
+    pipeline,
 )
 
 VOCABULARY = 256  # one token per byte value
@@ -67,7 +70,8 @@ PROMPT = "def "
 #: Steps in which sums in another order have not yet made losses differ.
 EARLY_STEPS = 10
 #: What the ranks can share, by the names of ``--parallel``.
-WAYS = ("ddp", "fsdp", "tp")
+WAYS = ("ddp", "fsdp", "tp", "pp")
+MICROBATCHES = 2  # parts of a batch, which pass the stages of pp one after the other
 HOOKS = ("all_reduce", "bf16", "powersgd")
 
 
@@ -149,15 +153,20 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 # --- in parallel -------------------------------------------------------------------------------
 
 
+def heads_on_ranks(options: Options) -> tuple[Shard, Shard]:
+    """How heads are cut: their queries, keys and values together; and what they give."""
+    heads = torch.arange(options.width // HEAD_WIDTH).tensor_split(options.tp)  # 4 over 3: 2, 1, 1
+    widths = [HEAD_WIDTH * len(part) for part in heads]
+    return Shard(-1, sizes=tuple(3 * width for width in widths)), Shard(-1, sizes=tuple(widths))
+
+
 def plan(options: Options) -> dict[str, ParallelStyle]:
     """How the model's layers are cut along ``tp``.
 
     ``Shard(1)`` is the sequence. A layer that takes it so gathers it; one that gives it so adds up
     what the ranks have computed, and leaves each its part.
     """
-    heads = torch.arange(options.width // HEAD_WIDTH).tensor_split(options.tp)  # 4 over 3: 2, 1, 1
-    qkv = Shard(-1, sizes=tuple(3 * HEAD_WIDTH * len(part) for part in heads))
-    mixed = Shard(-1, sizes=tuple(HEAD_WIDTH * len(part) for part in heads))
+    qkv, mixed = heads_on_ranks(options)
     sequence = Shard(1)
     columns = partial(ColwiseParallel, input_layouts=sequence, use_local_output=False)
     rows = partial(RowwiseParallel, output_layouts=sequence, use_local_output=False)
@@ -181,9 +190,37 @@ def plan(options: Options) -> dict[str, ParallelStyle]:
     }
 
 
+def plan_in_stages(options: Options) -> dict[str, ParallelStyle]:
+    """How the layers of a stage are cut along ``tp``: plain tensors go between stages."""
+    qkv, mixed = heads_on_ranks(options)
+    columns = partial(ColwiseParallel, use_local_output=False)
+    return {
+        "blocks.*.qkv": columns(output_layouts=qkv),
+        "blocks.*.attended": RowwiseParallel(input_layouts=mixed),
+        "blocks.*.up": columns(),
+        "blocks.*.down": RowwiseParallel(),
+    }
+
+
+def in_stages(model: ByteGPT, options: Options, mesh: DeviceMesh) -> Stages:
+    """The stages of this rank, each on the other axes of the mesh. Collective."""
+    schedule = Schedule.one_forward_one_backward(options.pp, MICROBATCHES)
+    stages = pipeline(model, mesh["pp"], split="even", schedule=schedule)
+    for number, part in enumerate(stages.parts):
+        if "tp" in options.parallel:
+            parallelize_module(part, mesh["tp"], plan_in_stages(options))
+        if "fsdp" in options.parallel:
+            fully_shard(part, mesh=mesh["dp"])
+        if "ddp" in options.parallel:
+            stages.parts[number] = DistributedDataParallel(part, device_mesh=mesh["dp"])
+    return stages
+
+
 def in_parallel(model: ByteGPT, options: Options, mesh: DeviceMesh) -> nn.Module:
     """The model on the mesh, to be called as before. Collective: every rank must call it."""
     ways = options.parallel
+    if "pp" in ways:
+        return in_stages(model, options, mesh)
     if ways == ("tp",):  # with several ranks along dp, DTensors share the batch as well
         return parallelize_module(model, mesh, plan(options))
     if "tp" in ways:
@@ -209,6 +246,21 @@ def add_hook(ddp: DistributedDataParallel, options: Options) -> None:
             start_powerSGD_iter=max(2, options.steps // 20),
         )
         ddp.register_comm_hook(state, comm_hooks.powerSGD_hook)
+
+
+def backward_of(model: nn.Module, batch: Tensor, options: Options, mesh: DeviceMesh) -> Tensor:
+    """Backward of this rank's loss of a batch; returns the loss, without a graph."""
+    if not isinstance(model, Stages):
+        loss = loss_on(model, batch, options, mesh)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    rows = batch.tensor_split(options.dp)[mesh.get_local_rank("dp")]
+    share = len(rows) * options.dp / len(batch)
+
+    def loss_of_rows(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()) * share
+
+    return model.step(rows[:, :-1], target=rows[:, 1:], loss=loss_of_rows, weight="rows")
 
 
 def loss_on(model: nn.Module, batch: Tensor, options: Options, mesh: DeviceMesh) -> Tensor:
@@ -237,6 +289,13 @@ def mean_of(loss: Tensor, options: Options, mesh: DeviceMesh) -> float:
 def gathered(model: nn.Module, options: Options) -> ByteGPT:
     """The same model with plain parameters, on every rank. Collective."""
     plain = build(options)
+    if isinstance(model, Stages):
+        state = model.state_dict().items()
+        here = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state}
+        parts: list[Any] = [None] * options.pp
+        dist.all_gather_object(parts, here, model.mesh.get_group())
+        plain.load_state_dict({k: v for part in parts for k, v in part.items()})
+        return plain
     with torch.no_grad():
         for mine, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             mine.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
@@ -281,7 +340,9 @@ class Trained:
 
 def train(text: Tensor, options: Options) -> Trained:
     """Train on all ranks together. Collective: every rank must call it."""
-    mesh = init_device_mesh("cpu", (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
+    shape = {"pp": options.pp, "dp": options.dp, "tp": options.tp}
+    axes = {name: size for name, size in shape.items() if name != "pp" or "pp" in options.parallel}
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = in_parallel(build(options), options, mesh)
     optimizer = make_optimizer(model)
     shown = dist.get_rank() == 0
@@ -294,10 +355,9 @@ def train(text: Tensor, options: Options) -> Trained:
 
     def step(batch: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = loss_on(model, batch, options, mesh)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = backward_of(model, batch, options, mesh)
         optimizer.step()
-        return loss.detach()
+        return loss
 
     if options.capture:
         step = capture(step, backend=options.capture)
@@ -501,6 +561,7 @@ class Options:
     ranks: int
     dp: int
     tp: int
+    pp: int
     hook: str
     hook_rank: int
     seed: int
@@ -518,7 +579,7 @@ class Options:
 def ways(text: str) -> tuple[str, ...]:
     """The ways in ``ddp,tp``."""
     found = tuple(part.strip() for part in text.split(","))
-    known = f"{', '.join(WAYS)}, or two of them like ddp,tp"
+    known = f"{', '.join(WAYS)}, or several like ddp,tp"
     for way in found:
         if way not in WAYS:
             raise argparse.ArgumentTypeError(f"expected {known}, got {text!r}")
@@ -537,10 +598,11 @@ def make_parser() -> Parser:
     parser = Parser(description="Train a small GPT on bytes, on several processes.")
     count = whole_number(1)
     add = parser.add_argument
-    add("--parallel", type=ways, help="ddp, fsdp, tp, ddp,tp or fsdp,tp (default: by --dp, --tp)")
+    add("--parallel", type=ways, help="ddp, fsdp, tp, pp or several (default: by --dp, --tp)")
     add("--ranks", type=count, help="processes (default: one for each core, but at least 4)")
     add("--dp", type=count, help="ranks that share the batch (default: ranks / tp)")
     add("--tp", type=count, help="ranks that share the model (default: 2 if ranks is 4, 8, …)")
+    add("--pp", type=count, help="stages of the model (default: 2 with pp)")
     add("--steps", type=count, default=1400, help="training steps (default: %(default)s)")
     add("--hook", choices=HOOKS, default="all_reduce", help="how ddp reduces (%(default)s)")
     add("--hook-rank", type=count, default=4, help="of powersgd's factors (%(default)s)")
@@ -572,10 +634,13 @@ def parse_options(parser: Parser) -> Options:
     heads = given.width // HEAD_WIDTH
     check_ways(parser, given)
     set_mesh(given, heads)
-    if given.dp * given.tp != given.ranks:
+    if given.pp * given.dp * given.tp != given.ranks:
+        stages = f"--pp {given.pp} times " * (given.pp > 1)
         parser.error(
-            f"--dp {given.dp} times --tp {given.tp} is not the number of ranks, {given.ranks}"
+            f"{stages}--dp {given.dp} times --tp {given.tp} is not the number of ranks, "
+            f"{given.ranks}"
         )
+    check_stages(parser, given)
     if given.batch < given.dp:
         parser.error(
             f"--batch {given.batch} is less than one sequence for each of {given.dp} ranks: "
@@ -608,8 +673,36 @@ def check_ways(parser: Parser, given: argparse.Namespace) -> None:
         )
 
 
+def check_stages(parser: Parser, given: argparse.Namespace) -> None:
+    """End the program if a pipeline is asked for that cannot be."""
+    if "pp" not in given.parallel:
+        if given.pp > 1:
+            parser.error(f"--pp {given.pp} cuts the model into stages: --parallel pp,ddp does that")
+        return
+    if given.resilient or given.hook != "all_reduce":
+        parser.error("--parallel pp goes without --resilient and --hook")
+    if given.dp > 1 and not {"ddp", "fsdp"} & {*given.parallel}:
+        parser.error(f"--dp {given.dp} shares the batch: --parallel pp,ddp or pp,fsdp does that")
+    if given.layers < given.pp or given.batch < MICROBATCHES * given.dp:
+        rows = MICROBATCHES * given.dp
+        parser.error(f"--pp {given.pp} needs as many --layers, and --batch {rows} or more")
+
+
 def set_mesh(given: argparse.Namespace, heads: int) -> None:
-    """Complete ``--ranks``, ``--dp``, ``--tp`` and ``--parallel``, so that ranks = dp * tp."""
+    """Complete the numbers of ranks and ``--parallel``, so that ranks = pp * dp * tp."""
+    asked = given.parallel or ()
+    given.pp = given.pp or (2 if "pp" in asked else 1)
+    ranks = given.ranks
+    if ranks is not None:
+        given.ranks = max(1, ranks // given.pp)
+    elif "pp" in asked and given.dp is given.tp is None:
+        given.ranks = (2 if {"ddp", "fsdp"} & {*asked} else 1) * (2 if "tp" in asked else 1)
+    set_replicas(given, heads)
+    given.ranks = ranks or given.ranks * given.pp
+
+
+def set_replicas(given: argparse.Namespace, heads: int) -> None:
+    """Complete ``--ranks`` of a stage, ``--dp``, ``--tp`` and ``--parallel``."""
     ranks = given.ranks
     if ranks is None:
         if given.dp is None and given.tp is None:
@@ -663,6 +756,7 @@ def report(text: Tensor, options: Options, trained: Trained) -> None:
         "ranks": options.ranks,
         "dp": options.dp,
         "tp": options.tp,
+        "pp": options.pp,
         "steps": options.steps,
         "loss_first": round(trained.losses[0], 4),
         "loss_last": round(trained.losses[-1], 4),

@@ -57,8 +57,12 @@ def text(tmp_path: Path) -> str:
         ("--tp 0", "argument --tp: expected a whole number of at least 1, got '0'"),
         ("--tp 3 --width 64", "--tp 3 is more than the 2 attention heads"),
         ("--stepz 3", "unrecognized arguments: --stepz 3"),
-        ("--parallel pp", "expected ddp, fsdp, tp, or two of them like ddp,tp, got 'pp'"),
-        ("--parallel ddp,", "expected ddp, fsdp, tp, or two of them like ddp,tp, got 'ddp,'"),
+        ("--parallel xp", "expected ddp, fsdp, tp, pp, or several like ddp,tp, got 'xp'"),
+        ("--parallel ddp,", "expected ddp, fsdp, tp, pp, or several like ddp,tp, got 'ddp,'"),
+        ("--parallel pp --pp 3", "--pp 3 needs as many --layers, and"),
+        ("--parallel pp,ddp --ranks 5", "--pp 2 times --dp 2 times --tp 1 is not the number"),
+        ("--parallel pp --dp 2", "--dp 2 shares the batch: --parallel pp,ddp or pp,fsdp does"),
+        ("--pp 2", "--pp 2 cuts the model into stages: --parallel pp,ddp does that"),
         ("--parallel tp,tp", "'tp,tp' names one twice"),
         ("--parallel ddp,fsdp", "'ddp,fsdp': ddp and fsdp both share the batch; take ddp where"),
         ("--parallel fsdp --tp 2", "--tp 2 shares the model, but --parallel fsdp does not"),
@@ -116,6 +120,24 @@ def test_the_mesh_follows_from_what_is_said(
     found = options(*flags.split())
     assert (",".join(found.parallel), found.dp, found.tp) == mesh
     assert found.ranks == mesh[1] * mesh[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--parallel pp", (2, 1, 1)),
+        ("--parallel pp,ddp", (2, 2, 1)),
+        ("--parallel pp,ddp --ranks 6", (2, 3, 1)),
+        ("--parallel pp,fsdp,tp", (2, 2, 2)),
+        ("--parallel pp,tp --pp 3 --tp 2 --layers 3", (3, 1, 2)),
+    ],
+)
+def test_stages_take_their_part_of_the_ranks(
+    options: Any, flags: str, sizes: tuple[int, int, int]
+) -> None:
+    found = options(*flags.split())
+    assert (found.pp, found.dp, found.tp) == sizes
+    assert found.ranks == sizes[0] * sizes[1] * sizes[2]
 
 
 def test_only_rank_0_tells_of_a_wrong_flag(
@@ -214,22 +236,25 @@ def test_batches_do_not_depend_on_the_number_of_ranks(example: ModuleType, optio
 
 
 @pytest.mark.parametrize(
-    ("parallel", "ranks", "width"), [("ddp", 3, 32), ("ddp,tp", 4, 96), ("fsdp,tp", 4, 64)]
+    ("parallel", "ranks", "width"),
+    [("ddp", 3, 32), ("ddp,tp", 4, 96), ("fsdp,tp", 4, 64), ("pp,ddp", 4, 32)],
 )
 def test_ranks_train_as_one_process(text: str, parallel: str, ranks: int, width: int) -> None:
     """Rows or heads are uneven. Without a launcher the script starts its three ranks itself."""
     flags = ["--parallel", parallel, "--ranks", str(ranks), "--width", str(width)]
     launch = ["-m", "tilework.cli", "run", "--prefix", "others", "-n", "4"]
     launch = launch if "tp" in parallel else []
-    done = run(*launch, str(SCRIPT), "--check", "--text", text, *SMALL, *flags)
+    layers = ["--layers", "2"] if "pp" in parallel else []
+    done = run(*launch, str(SCRIPT), "--check", "--text", text, *SMALL, *flags, *layers)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert list(result) == [
-        *("parallel", "ranks", "dp", "tp", "steps", "loss_first", "loss_last", "tokens_per_s"),
+        *("parallel", "ranks", "dp", "tp", "pp", "steps", "loss_first", "loss_last"),
+        "tokens_per_s",
         *("messages_per_step", "mb_per_step", "max_rel_diff_early", "max_rel_diff"),
     ]
-    mesh = [3, 3, 1] if parallel == "ddp" else [4, 2, 2]
-    assert [result[name] for name in ("ranks", "dp", "tp", "steps")] == [*mesh, 4]
+    mesh = {"ddp": [3, 3, 1, 1], "pp,ddp": [4, 2, 1, 2]}.get(parallel, [4, 2, 2, 1])
+    assert [result[name] for name in ("ranks", "dp", "tp", "pp", "steps")] == [*mesh, 4]
     assert result["max_rel_diff_early"] <= result["max_rel_diff"] < 1e-4
     assert result["loss_last"] < result["loss_first"]
     assert result["messages_per_step"] > 0

@@ -44,8 +44,8 @@ class Net(nn.Module):
 class Listed(Net):
     """The modules are listed in the order of their calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, blocks: int = 8) -> None:
+        super().__init__(blocks)
         last = self.last
         del self.last
         self.last = last

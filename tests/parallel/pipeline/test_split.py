@@ -28,6 +28,12 @@ def test_the_longest_chain_is_cut_evenly(how: Any) -> None:
     assert [units[f"layers.{number}"] for number in range(8)] == [0, 0, 1, 1, 1, 2, 2, 2]
 
 
+def test_the_chain_with_the_most_modules_to_share_is_cut() -> None:
+    model = nn.Sequential(nn.Embedding(9, 9), Listed(2), nn.Linear(1, 1))
+    model[0].tables = nn.ModuleList(nn.Embedding(99, 99) for _ in range(3))
+    assert names_of_cuts(model, "even", 2, dict) == ["1.layers.1"]
+
+
 def test_times_make_the_slowest_stage_fast() -> None:
     times = {f"layers.{number}": 1.0 + 2 * (number == 7) for number in range(8)}
     cuts = names_of_cuts(Listed(), "by time", 3, lambda: times)

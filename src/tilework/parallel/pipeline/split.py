@@ -215,8 +215,8 @@ def chain_of(model: nn.Module, how: Any = "even") -> list[str]:
 
 
 def _spread(model: nn.Module, items: Sequence[str]) -> tuple[int, int]:
-    """How much stages can share of a chain: all parameters but the largest item's; the length."""
-    sizes = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in items]
+    """How much stages can share of a chain: all modules but the largest item's; the length."""
+    sizes = [len(list(model.get_submodule(name).modules())) for name in items]
     return sum(sizes) - max(sizes, default=0), len(items)
 
 
