@@ -29,9 +29,9 @@ def test_the_longest_chain_is_cut_evenly(how: Any) -> None:
 
 
 def test_the_chain_with_the_most_modules_to_share_is_cut() -> None:
-    model = nn.Sequential(nn.Embedding(9, 9), Listed(2), nn.Linear(1, 1))
+    model = nn.Sequential(nn.Embedding(9, 9), Listed(), nn.Linear(1, 1))
     model[0].tables = nn.ModuleList(nn.Embedding(99, 99) for _ in range(3))
-    assert names_of_cuts(model, "even", 2, dict) == ["1.layers.1"]
+    assert names_of_cuts(model, "even", 2, dict) == ["1.layers.4"]
 
 
 def test_times_make_the_slowest_stage_fast() -> None:
