@@ -60,7 +60,7 @@ ROWS = {
     "simulation": "tests/csrc/simulation/",
     "compilers": r"tests/(capture/test_(inductor|modules)|models/test_captured|comm/functional/"
     r"test_running_tracing)\.py|parallel/test_composition.py::test_compiled",
-    "transformers": r"tests/models/|hugging-face",
+    "transformers": r"tests/models/|hugging[-_]face",
     "databases": r"tests/dtensor/(op_db|module_db)/|tests/csrc/python/test_operator_call.py",
     "sources": r"tests/test_(layers|structure|style)\.py",
 }

@@ -1,10 +1,7 @@
-"""Pipelines with data and tensor parallelism, checkpoints, captured steps, scalers, lost ranks."""
+"""Pipelines with data and tensor parallelism, checkpoints, captured steps, scalers."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.parallel.pipeline.models import Block, Listed, batch, seeded, stages_of, together
+from tests.parallel.pipeline.models import Block, batch, seeded, stages_of, together
 from tilework.capture import capture
 from tilework.checkpoint import load, save
-from tilework.errors import PeerLostError
-from tilework.launch import spawn
 from tilework.mesh import init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
@@ -206,27 +201,3 @@ def test_a_scaler_skips_the_step_of_all_stages_where_one_overflows() -> None:
         for loss, has_stepped in run_ranks(2, program, size):
             assert loss == pytest.approx(expected)
             assert has_stepped == steps
-
-
-def _dies(rank: int) -> str:
-    stages = stages_of(seeded(Listed), one_f_one_b(3, 4))
-    x, target = batch()
-    stages.step(x, target=target, loss=F.mse_loss)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        stages.step(x, target=target, loss=F.mse_loss)
-    except PeerLostError as error:
-        return f"{'1' in str(error)} {time.monotonic() - began < 20}"
-    return "nothing was raised"
-
-
-def test_ranks_that_are_left_name_a_killed_stage(tmp_path: Path) -> None:
-    def watch(rank: int) -> None:
-        (tmp_path / str(rank)).write_text(_dies(rank))
-
-    with pytest.raises(Exception, match=r"rank 1|SIGKILL"):
-        spawn(watch, nprocs=3, start="fork")
-    left = {each.name: each.read_text() for each in tmp_path.iterdir()}
-    assert left == {"0": "True True", "2": "True True"}

@@ -1,0 +1,40 @@
+"""A stage whose process is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from torch.nn import functional as F
+
+from tests.parallel.pipeline.models import batch, seeded, stages_of
+from tilework.errors import PeerLostError
+from tilework.launch import spawn
+from tilework.parallel import Schedule
+
+
+def _dies(rank: int) -> str:
+    stages = stages_of(seeded(), Schedule.one_forward_one_backward(3, 4))
+    x, target = batch()
+    stages.step(x, target=target, loss=F.mse_loss)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        stages.step(x, target=target, loss=F.mse_loss)
+    except PeerLostError as error:
+        return f"{'1' in str(error)} {time.monotonic() - began < 20}"
+    return "nothing was raised"
+
+
+def test_ranks_that_are_left_name_a_killed_stage(tmp_path: Path) -> None:
+    def watch(rank: int) -> None:
+        (tmp_path / str(rank)).write_text(_dies(rank))
+
+    with pytest.raises(Exception, match=r"rank 1|SIGKILL"):
+        spawn(watch, nprocs=3, start="fork")
+    left = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert left == {"0": "True True", "2": "True True"}
