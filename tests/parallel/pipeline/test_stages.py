@@ -153,7 +153,7 @@ def test_a_loss_that_is_no_mean_over_rows_needs_a_weight(weight: Any, text: str)
     [
         ({"x": torch.ones(2, 3)}, "2 rows, and the schedule 3 microbatches"),
         ({"x": torch.ones(6, 3), "target": torch.ones(5, 2)}, "equally many rows"),
-        ({"x": torch.ones(6, 3), "loss": None}, "its weight must be said"),
+        ({"x": torch.ones(6, 3), "loss": None}, "the weight must be said"),
     ],
 )
 def test_bad_arguments_are_refused_on_all_ranks(arguments: Any, text: str) -> None:

@@ -23,7 +23,7 @@ Loss = Callable[..., Tensor]
 
 
 class Scaler(Protocol):
-    """What a pipeline needs of a GradScaler."""
+    """The part of a GradScaler that a pipeline needs."""
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The tensor times the scale."""
@@ -50,7 +50,7 @@ class Microbatch:
 
 @dataclass
 class _Kept:
-    """What forward keeps for backward."""
+    """Values that forward keeps for backward."""
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
@@ -58,7 +58,7 @@ class _Kept:
 
 @dataclass
 class Execution:
-    """One step or evaluation on this rank.
+    """A step or an evaluation on this rank.
 
     Attributes:
         schedule: The schedule.
@@ -207,8 +207,8 @@ class Execution:
     def _checked(
         self, stage: int, made: Sequence[Tensor], crossings: Sequence[Crossing]
     ) -> tuple[Tensor, ...]:
-        """What a stage made, if the route says so; in the route's dtype, where that loses nothing,
-        as after a policy of mixed precision.
+        """The values of a stage, compared with the route; in the route's dtype, where that loses
+        nothing, as after a policy of mixed precision.
         """
         pairs = [
             (_in_dtype(value, each.dtype), each)

@@ -215,7 +215,7 @@ def chain_of(model: nn.Module, how: Any = "even") -> list[str]:
 
 
 def _spread(model: nn.Module, items: Sequence[str]) -> tuple[int, int]:
-    """How much stages can share of a chain: all modules but the largest item's; the length."""
+    """The modules of a chain that stages can share, all but the largest item's; the length."""
     sizes = [len(list(model.get_submodule(name).modules())) for name in items]
     return sum(sizes) - max(sizes, default=0), len(items)
 
@@ -295,7 +295,7 @@ def _ranges(names: Sequence[str]) -> str:
 
 
 def shallow(module: nn.Module) -> Any:
-    """A copy of a module with the same parameters, children and hooks, in dicts of its own."""
+    """A copy of a module with the same parameters, children and hooks, in separate dicts."""
     copied = object.__new__(type(module))
     for name, value in module.__dict__.items():
         own = name.startswith("_") and isinstance(value, dict)  # hooks, too

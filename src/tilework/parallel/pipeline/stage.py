@@ -68,7 +68,7 @@ class Call:
     """A call of a unit, as it was followed on ghosts."""
 
     name: str
-    #: The result: its structure, and the leaves, without memory for tensors.
+    #: The result: the structure, and the leaves, without memory for tensors.
     spec: Any
     leaves: tuple[Any, ...]
 
@@ -225,7 +225,7 @@ _current: Final = _Current()
 
 
 class Walk:
-    """One run of a model's forward.
+    """A run of a model's forward.
 
     Args:
         split: The split.
@@ -261,7 +261,7 @@ class Walk:
             raise RuntimeError(
                 f"{name} is in stage {stage}, and the model calls it in stage {self.position}: it "
                 f"would be on both sides of a cut. Move the cut, or make a second module that "
-                f"shares its parameters; where modules run in another order than they are listed, "
+                f"shares the parameters; where modules run in another order than they are listed, "
                 f"pass example= to pipeline()"
             )
         if stage > self.position:
@@ -324,7 +324,7 @@ class GhostWalk(Walk):
             raise RuntimeError(
                 f"{ghost.parameter} is in stage {ghost.made_by}, and stage {self.position} uses "
                 f"it, at {call_site()}: it is on both sides of a cut. Give the second use a module "
-                f"of its own that shares the parameter (a tie), or move the cut"
+                f"besides that shares the parameter (a tie), or move the cut"
                 f"{_NEEDS_EXAMPLE if ghost.parameter in self.split.own else ''}"
             )
         if not ghost.parameter and ghost.made_by < self.position:
@@ -554,7 +554,7 @@ class Elsewhere(Gate):
 
 
 class StageModule(nn.Module):
-    """What the module of a stage has besides the model: its class is a subclass of the model's."""
+    """Methods that the module of a stage has besides the model's, whose subclass it is."""
 
     _stage: tuple[Split, int, torch.device]
 
@@ -666,7 +666,7 @@ class Twin:
         return CallOrder(list(dict.fromkeys(x.name for x in walk.route.calls)), walk.first_uses)
 
     def route(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Route:
-        """What crosses the cuts for these inputs. Local; the same on all ranks."""
+        """The route of these inputs, with what crosses the cuts. Local; the same on all ranks."""
         leaves, spec = tree_flatten((args, dict(kwargs)))
         kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves]
         device = self._device.type

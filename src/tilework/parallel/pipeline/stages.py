@@ -308,7 +308,7 @@ class Stages(nn.Module):
         """
         if loss is None and weight is None:
             raise ValueError(
-                "the model computes the loss itself, and its weight must be said: weight='rows' if "
+                "the model computes the loss itself, and the weight must be said: weight='rows' if "
                 "it is a mean over rows, 'sum' if losses add up, or a function of the target that "
                 "counts the elements of the mean"
             )
@@ -587,7 +587,7 @@ def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """One result of the results of microbatches: tensors with rows one after the other."""
+    """The results of microbatches: tensors with rows one after the other."""
 
     def join(*each: Any) -> Any:
         if isinstance(each[0], Tensor):
