@@ -1,7 +1,7 @@
 """Expert parallelism: stacked experts on several ranks, and rows that travel to them and back.
 
 Rows are sorted by expert, exchanged once, computed where the expert is, and exchanged back (GShard,
-https://arxiv.org/abs/2006.16668). An expert takes its rows in the order of ranks, then of places,
+https://arxiv.org/abs/2006.16668). An expert takes rows in the order of ranks, then of places,
 so that a sum has the same order, and the same bits, on any number of ranks.
 """
 
@@ -43,7 +43,7 @@ class ExpertParallel(ParallelStyle):
 
     DTensors are taken in any layout, and the result has the layout of the rows. Of plain tensors
     ``dispatch`` says what they are. With ``"rows"`` on a mesh of one axis each rank's loss counts
-    as the mean over its rows, as in data parallelism over the axis: gradients of the experts are
+    as the mean over that rank's rows, as in data parallelism over the axis: gradients of the experts are
     means over ranks. Average those of the other parameters, by ``fully_shard(model, mesh=axis,
     ignored_params=experts.parameters())``, for instance.
 
@@ -98,7 +98,7 @@ class ExpertParallel(ParallelStyle):
         own = dict(module.named_parameters(recurse=False))
         if not own or len(own) < len(shapes) or len({shape[:1] for shape in shapes.values()}) > 1:
             raise NotImplementedError(
-                f"ExpertParallel takes a module with stacked weights of its own, [experts, ...] "
+                f"ExpertParallel takes a module with stacked weights, [experts, ...] "
                 f"each, not {type(module).__name__}, which has {shapes or 'none'}: name the module "
                 f"that holds the stacks, or stack the weights of a list of experts"
             )
@@ -491,7 +491,7 @@ def balance_loss(
         seen = experts.taken_balances()
         if not seen:
             raise ValueError(
-                f"{name} has made no forward with gradients since the last balance_loss(), or its "
+                f"{name} has made no forward with gradients since the last balance_loss(), or the "
                 f"backward has run: call balance_loss after the model and before backward()"
             )
         weight = torch.stack([each.weight for each in seen]).sum(0)
