@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=29611, help="for Gloo")
     parser.add_argument("--json", type=Path)
+    add_plot_option(parser)
     options = parser.parse_args()
     by_rank = run_ranks(
         options.ranks,
@@ -231,6 +233,7 @@ def main() -> None:
             ),
         )
     Console().print(drawn)
+    draw(options.plot, chart(drawn, ("seconds",)))
     peaks = {}
     for way in WAYS:
         if way == "heads" and options.ranks > 2:

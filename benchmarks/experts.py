@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plotting import Chart, add_plot_option, draw
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--port", type=int, default=29612, help="for Gloo")
     parser.add_argument("--json", type=Path)
+    add_plot_option(parser)
     options = parser.parse_args()
     by_rank = run_ranks(
         options.ranks,
@@ -128,6 +130,7 @@ def main() -> None:
         ours, other = times.values()
         print(f"{what}: {ours:.4f}, by hand on Gloo {other:.4f}: {other / ours:.2f} times as much")
         found[what] = times
+    draw(options.plot, Chart("Experts: seconds", list(found.items())))
     if options.json:
         options.json.write_text(json.dumps(found))
 

@@ -166,7 +166,7 @@ class StorageContract(ABC):
 
 
 class _Refusing:
-    """Makes a storage's writers, of which one refuses a call, as a full disk does.
+    """Makes a storage's writers; a single writer refuses a call, as a full disk does.
 
     Args:
         place: The storage.

@@ -396,7 +396,7 @@ def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Int
 
 
 #: The results that are matrices in column order.
-_OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2), "svd": (0,)}
+_OF_COLUMNS = {"geqrf": (0,), "linalg_eig": (1,), "linalg_svd": (0, 2), "svd": (0,)}
 _JOINED = frozenset({"cat", "concat", "concatenate"})
 #: Operators that torch computes with the inputs in reverse order.
 _REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
@@ -423,7 +423,7 @@ _EVEN_OF_CONTIGUOUS: dict[str, _Rule] = {
         {
             _asked: """
                 argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve
-                clone diagonal_copy diff eig eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2
+                clone diagonal_copy diff eig eigh einsum expand fft fft2 fftn gru hfft hfft2
                 hfftn householder_product ifft ifft2 ifftn ihfft ihfft2 ihfftn inner inv inv_ex
                 inverse ldl_factor ldl_factor_ex ldl_solve lstm lstsq lu lu_factor lu_factor_ex
                 lu_solve matrix_power meshgrid nanquantile nonzero ormqr permute_copy qr quantile
@@ -437,7 +437,7 @@ _EVEN_OF_CONTIGUOUS: dict[str, _Rule] = {
     **_table(
         {
             _view_strides: "kron",  # a view of what it computes
-            _with_columns: "linalg_eig linalg_svd svd",
+            _with_columns: "geqrf linalg_eig linalg_svd svd",
             _grouped_mm: "_grouped_mm",
             _real_fft: """
                 fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn
@@ -450,7 +450,8 @@ _EVEN_OF_CONTIGUOUS: dict[str, _Rule] = {
 _OF_OTHERS = _table(
     {
         _contiguous: """
-            cdist grid_sample instance_norm log_sigmoid masked_fill matmul tril triu
+            cdist grid_sample grid_sampler_2d grid_sampler_3d instance_norm log_sigmoid masked_fill
+            matmul tril triu
         """,
         _angle: "angle",
         _asked: """
@@ -466,9 +467,10 @@ _OF_OTHERS = _table(
         _attention: "scaled_dot_product_attention",
         _of_copied_memory: "diagonal_scatter select_scatter slice_scatter",
         _like_first: """
-            addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout
-            feature_dropout flip fliplr flipud huber_loss index_fill index_put msort normalize
-            poisson_nll_loss polygamma prelu put sort threshold to_dense type type_as
+            _unsafe_masked_index_put_accumulate addr alpha_dropout argsort binary_cross_entropy
+            dropout feature_alpha_dropout feature_dropout flip fliplr flipud huber_loss index_fill
+            index_put msort native_dropout_backward normalize poisson_nll_loss
+            polygamma prelu put sort threshold to_dense type type_as
         """,
         _elementwise: "l1_loss mse_loss smooth_l1_loss soft_margin_loss",
     },

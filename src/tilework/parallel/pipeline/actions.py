@@ -21,12 +21,12 @@ LETTERS: Final[dict[Kind, str]] = {
 }
 #: The kind of each letter.
 KINDS: Final[dict[str, Kind]] = {letter: kind for kind, letter in LETTERS.items()}
-#: The kinds that are of a whole stage, not of one microbatch.
+#: The kinds that are of a whole stage, not of a microbatch.
 WHOLE: Final[frozenset[str]] = frozenset(("gather", "free", "reduce"))
 
 
 class Action(NamedTuple):
-    """Something that a rank does with a stage, and with one microbatch.
+    """Something that a rank does with a stage, and with a microbatch.
 
     Attributes:
         kind: "forward"; "backward", or the two halves "input_gradient" and "weights"; "gather" and
@@ -86,7 +86,7 @@ class ActionStep(NamedTuple):
 
 
 class StageCost(NamedTuple):
-    """The times that the actions of a stage take, in any unit, for one microbatch.
+    """The times that the actions of a stage take, in any unit, for a microbatch.
 
     Attributes:
         forward: The time of "forward".

@@ -256,7 +256,7 @@ def steps_of(
     """The actions of a rank with the messages around them; receives are posted as late as allowed.
 
     A receive is posted before the action that needs it, and before the rank sends a message with a
-    higher number or posts the receive of one.
+    higher number or posts the receive of a message.
     """
     sends = {each.made_by: each for each in all_messages if each.source == rank}
     takes = {each.used_by: each for each in all_messages if each.target == rank}

@@ -98,7 +98,7 @@ class Schedule:
         """Backwards come early, so that rank r has at most ``ranks - r`` live activations (1F1B).
 
         Args:
-            ranks: The number of ranks, each of which has one stage.
+            ranks: The number of ranks, each of which has a stage.
             microbatches: The number of microbatches.
             costs: As for :meth:`gpipe`.
         """
@@ -146,7 +146,7 @@ class Schedule:
         """1F1B whose backward is cut in two: gradients of weights fill the gaps.
 
         Args:
-            ranks: The number of ranks, each of which has one stage.
+            ranks: The number of ranks, each of which has a stage.
             microbatches: The number of microbatches.
             variant: "H1" has at most ``ranks`` live activations on a rank; "H2" has at most
                 ``2 * ranks - 1``, and no bubble if there are as many microbatches.
@@ -336,7 +336,7 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank the most activations that live at once, each of one stage and microbatch.
+        """For each rank the most activations that live at once, each of a stage and microbatch.
 
         One lives from "forward" to the end of "backward", or of "weights".
         """

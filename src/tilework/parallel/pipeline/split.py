@@ -1,4 +1,4 @@
-"""Splits: a model's modules dealt out to stages, and the modules of one stage.
+"""Splits: a model's modules dealt out to stages, and the modules of a stage.
 
 A split names the modules before which the model is cut. Their ancestors are *containers*, whose
 forward every stage runs. The other children of containers are *units*: each stage has some of them,
@@ -28,7 +28,7 @@ class Split:
     Attributes:
         stages: The number of stages.
         containers: The names of modules whose forward every stage runs.
-        units: By name, in the order of the model, the stage of each unit that is in one stage.
+        units: By name, in the order of the model, the stage of each unit that is in a stage.
         own: By full name, the stage of each parameter that a container has itself.
     """
 
@@ -278,7 +278,7 @@ def measured(
 
 
 def _ranges(names: Sequence[str]) -> str:
-    """Names as text; numbered ones in a row by the first and the last."""
+    """Names as text; numbered names in a row by the first and the last."""
     runs: list[list[str]] = []
     for name in names:
         start, _, number = name.rpartition(".")
@@ -291,7 +291,7 @@ def _ranges(names: Sequence[str]) -> str:
     return ", ".join(texts) or "no parameters"
 
 
-# -- the modules of one stage ----------------------------------------------------------------------
+# -- the modules of a stage ----------------------------------------------------------------------
 
 
 def shallow(module: nn.Module) -> Any:

@@ -406,7 +406,7 @@ def _as_ghost(value: Any, stage: int) -> Any:
 
 
 class StageWalk(Walk):
-    """A forward of one stage.
+    """A forward of a stage.
 
     Args:
         split: The split.

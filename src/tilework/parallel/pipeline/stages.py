@@ -58,7 +58,7 @@ def pipeline(
 
     Args:
         model: The model. Wrap the stages in ``fully_shard`` or DDP afterwards, not the model.
-        mesh: A mesh of one axis, such as ``mesh["pp"]``.
+        mesh: A mesh of a single axis, such as ``mesh["pp"]``.
         split: The names of the modules before which the model is cut; "even": equally many items of
             the largest ModuleList or Sequential for each stage; "by time": items such that the
             slowest stage is as fast as possible, measured with ``example``; or a plan by module
@@ -121,7 +121,7 @@ def pipeline(
 
 def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
     if mesh.ndim != 1:
-        raise ValueError(f"a pipeline is along one axis, and {mesh} has {mesh.ndim}: mesh['pp']")
+        raise ValueError(f"a pipeline has a single axis, and {mesh} has {mesh.ndim}: mesh['pp']")
     if schedule.ranks != mesh.size():
         raise ValueError(
             f"the schedule is for {schedule.ranks} ranks, and the mesh's axis has {mesh.size()}"
@@ -148,7 +148,7 @@ class StageParameters(PartOfParameters):
         self._stages = stages
 
     def counted(self) -> list[Tensor]:
-        """The parameters, but tied ones that another rank counts. Local."""
+        """The parameters, but tied parameters that another rank counts. Local."""
         tied = self._stages.tied_elsewhere()
         return [each for each in self if id(each) not in tied]
 
@@ -162,13 +162,13 @@ class StageParameters(PartOfParameters):
 
 
 class Stages(nn.Module):
-    """The stages of a pipeline that one rank has; made by :func:`pipeline`.
+    """The stages of a pipeline on a rank; made by :func:`pipeline`.
 
     Names of parameters, buffers and state dicts are the whole model's.
 
     Attributes:
-        parts: This rank's modules, one for each stage; replace one by DDP of it, or change it in
-            place (``fully_shard``, ``parallelize_module``, ``checkpoint_wrapper``).
+        parts: This rank's modules, for each stage; replace a module by DDP of it, or change it
+            in place (``fully_shard``, ``parallelize_module``, ``checkpoint_wrapper``).
         schedule: The schedule.
         split: The modules of each stage.
         mesh: The axis.

@@ -34,7 +34,7 @@ class ContextParallel(ParallelStyle):
     Args:
         sequence_dim: The dim of the inputs that is the sequence.
         way: The way of attention, also where a checkpointed layer is computed again.
-        axis: The axis, by name or number, where the mesh has more than one.
+        axis: The axis, by name or number, where the mesh has several axes.
 
     Raises:
         ValueError: There is no such way.

@@ -42,9 +42,9 @@ class ExpertParallel(ParallelStyle):
     backward rows twice. The number of experts need not be divisible: ranks may have none.
 
     DTensors are taken in any layout, and the result has the layout of the rows. Of plain tensors
-    ``dispatch`` says what they are. With ``"rows"`` on a mesh of one axis each rank's loss counts
-    as the mean over that rank's rows, as in data parallelism over the axis: gradients of the experts are
-    means over ranks. Average those of the other parameters, by ``fully_shard(model, mesh=axis,
+    ``dispatch`` says what they are. With ``"rows"`` on a mesh of a single axis each rank's loss
+    counts as the mean over that rank's rows, as in data parallelism: gradients of experts are means
+    over ranks. Average those of the other parameters, by ``fully_shard(model, mesh=axis,
     ignored_params=experts.parameters())``, for instance.
 
     Args:
@@ -154,8 +154,8 @@ class _Dispatch:
         )
 
 
-def _plus(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(one, other, strict=True)]
+def _plus(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 @dataclass
@@ -271,8 +271,8 @@ class _Experts:
         local_ids = numbers.repeat(len(sent)).repeat_interleave(times.to(flat.device))
         with self._local_weights(module, placements, sizes[rank]) as locals_:
             if len(received):
-                ones = received.new_ones(len(received), 1)
-                done = self.function(module, received, local_ids.unsqueeze(1), ones)
+                unit = received.new_ones(len(received), 1)
+                done = self.function(module, received, local_ids.unsqueeze(1), unit)
             else:
                 done = _WithoutRows.apply(received, *locals_)  # type: ignore[no-untyped-call]
         if done.shape != received.shape:
@@ -292,7 +292,7 @@ class _Experts:
         return next(module.parameters()).shape[0]
 
     def _exchanged_counts(self, flat: Tensor, weights: Tensor, count: int, group: Any) -> _Dispatch:
-        """The rows of each rank for each expert; raises on all ranks if one has bad numbers."""
+        """The rows of each rank for each expert; raises on all ranks if a rank has bad numbers."""
         bad = ((flat < 0) | (flat >= count)).sum()
         nan = weights.detach().isnan().sum()
         counts = torch.bincount(flat.clamp(0, count - 1), minlength=count)
