@@ -173,16 +173,14 @@ class Door:
         Raises OSError if this process has no descriptors left.
         """
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
-        if self._listener in ready:
-            self._accept()
         came: dict[int, socket.socket] = {}
+        if self._listener in ready:
+            self._accept(came)
         for sock in [*self._callers] if ready else ():
-            number = self._hear(sock)
-            if number is not None:
-                came[number] = sock
+            self._hear(sock, came)
         return came
 
-    def _accept(self) -> None:
+    def _accept(self, came: dict[int, socket.socket]) -> None:
         """Accept all waiting connections: if some stayed in the queue, strangers could fill it."""
         for _ in range(MAX_CALLERS):
             try:
@@ -199,28 +197,31 @@ class Door:
             self._selector.register(sock, selectors.EVENT_READ)
             if len(self._callers) > MAX_CALLERS:
                 # A process of the job says the hello at once: the oldest is the least likely.
-                self._forget(next(iter(self._callers))).close()
+                oldest = next(iter(self._callers))
+                self._hear(oldest, came)
+                if oldest in self._callers:
+                    self._forget(oldest).close()
 
-    def _hear(self, sock: socket.socket) -> int | None:
-        """The number that a caller says; None if it is not let in, or not yet."""
+    def _hear(self, sock: socket.socket, came: dict[int, socket.socket]) -> None:
+        """Read what a caller says; it comes in, is closed, or may say more later."""
         hello, size = self._callers[sock], len(self._token) + _NUMBER.size
         try:
             data = sock.recv(size - len(hello))
         except BlockingIOError:
-            return None
+            return
         except OSError:
             data = b""
         hello += data
         if data and len(hello) < size and sock.type == socket.SOCK_STREAM:
-            return None  # more may come; a packet is whole
+            return  # more may come; a packet is whole
         self._forget(sock)
         number = int.from_bytes(hello[len(self._token) :], "big")
         known = hmac.compare_digest(hello[: len(self._token)], self._token)
         if known and len(hello) == size and number in self.awaited:
             self.awaited.remove(number)
-            return number
-        sock.close()
-        return None
+            came[number] = sock
+        else:
+            sock.close()
 
     def _forget(self, sock: socket.socket) -> socket.socket:
         del self._callers[sock]
