@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
@@ -146,6 +147,28 @@ def test_a_write_of_a_part_into_a_tensor_of_all_ranks_is_refused() -> None:
         shared = torch.ones(2, requires_grad=True) * 2
         with pytest.raises(RuntimeError, match="add_ would write this rank's part"):
             shared.add_(_part(rank)[0])
+
+    run_ranks(2, program)
+
+
+class _Empty(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@each("inference", [False, True])
+def test_operators_that_a_dispatch_mode_calls_are_not_followed(inference: bool) -> None:
+    def program(rank: int) -> None:
+        part, kinds = _part(rank), list[type]()
+        part.register_hook(lambda grad: kinds.append(type(grad)))  # type: ignore[no-untyped-call]
+        with _Empty():  # type: ignore[no-untyped-call]
+            loss: Any = (part * part).as_subclass(Tensor).sum()
+            loss.backward()
+            with torch.inference_mode(inference):
+                assert type(part * 2) is RankPart
+        assert kinds == [Tensor]
 
     run_ranks(2, program)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import all_reduce
@@ -41,6 +40,10 @@ _AS_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
 _OUTWARD = frozenset(
     {*("__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "as_subclass", "__array__")}
 )
+#: The key that is excluded while a dispatch mode handles an operator, below autograd. Operators are
+#: not followed there, as they are not without the mode. (Inference mode excludes autograd's keys.)
+_BEFORE_MODES = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _SEED = stable_digest("the gradient of a plain tensor beside parts of ranks")
 
 
@@ -58,11 +61,10 @@ class RankPart(Tensor):
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if _KINDS.issuperset(types):
-                # A mode of torch's dispatcher calls operators of a higher operator, or of backward.
-                if name in _OF_SHAPES or isinstance(func, OpOverload):
-                    return func(*args, **kwargs)
                 if name in _OUTWARD:
                     return func(_without_class(args[0]), *args[1:], **kwargs)
+                if name in _OF_SHAPES or _is_excluded(_BEFORE_MODES):
+                    return func(*args, **kwargs)
                 return _operate(func, name, args, kwargs)
             args = _stripped(args)
             kwargs = {key: _stripped(value) for key, value in kwargs.items()}
