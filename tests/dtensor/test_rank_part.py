@@ -147,6 +147,8 @@ def test_a_write_of_a_part_into_a_tensor_of_all_ranks_is_refused() -> None:
         shared = torch.ones(2, requires_grad=True) * 2
         with pytest.raises(RuntimeError, match="add_ would write this rank's part"):
             shared.add_(_part(rank)[0])
+        with pytest.raises(RuntimeError, match="add_ would write this rank's part"):
+            torch.ops.aten.add_.Tensor(shared, _part(rank)[0])
 
     run_ranks(2, program)
 

@@ -58,7 +58,7 @@ class RankPart(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.__name__
+        kwargs, name = kwargs or {}, func.__name__.partition(".")[0]  # mul.Tensor is a mul
         with torch._C.DisableTorchFunctionSubclass():
             if _KINDS.issuperset(types):
                 if name in _OUTWARD:
