@@ -44,9 +44,9 @@ def key_bytes(key: str) -> bytes:
 
 def keys_bytes(keys: Sequence[str]) -> list[bytes]:
     """Each of ``keys`` as UTF-8. Raises TypeError for a str, which would mean a key per letter."""
-    if isinstance(keys, str | bytes):
+    if isinstance(keys, (str, bytes)):
         raise TypeError(f"expected a sequence of keys, got one {type(keys).__name__}: {keys!r}")
-    return [key_bytes(key) for key in keys]
+    return list(map(key_bytes, keys))
 
 
 def data_bytes(value: str | bytes) -> bytes:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from tilework.forks import watch_forks
 from tilework.store import checks
 from tilework.store.contract import DEFAULT_TIMEOUT
 from tilework.store.late_notice import KeyWait
 from tilework.store.requesting import RequestStore
-from tilework.store.requests import LocalClient, StoreState
+from tilework.store.requests import LocalClient, StoreOperation, StoreState
 from tilework.store.wire import Code, WireMessage
+
+T = TypeVar("T")
 
 
 class HashStore(RequestStore):
@@ -40,6 +43,15 @@ class HashStore(RequestStore):
     def after_fork_in_child(self) -> None:
         """Take a fresh lock: a thread that is not here may have held the old one."""
         self._lock = threading.Lock()
+
+    def _do(self, operation: StoreOperation[T], *args: bytes | int) -> T:
+        with self._lock:
+            if self._closed:
+                raise checks.closed_error("HashStore")
+            return operation.run(self._state, *args)
+
+    def _batches(self, fields: list[bytes], together: int = 1) -> list[list[bytes]]:
+        return [fields]
 
     def _send(
         self, code: Code, fields: Sequence[bytes], lines: KeyWait | None = None, left: float = 0.0

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeVar
 
-from tilework.store import checks, wire
+from tilework.store import checks, requests, wire
 from tilework.store.checks import Deadline, left_seconds
 from tilework.store.contract import Data, Store
 from tilework.store.late_notice import KeyWait
+from tilework.store.requests import StoreOperation
 from tilework.store.wire import Code, WireMessage
+
+T = TypeVar("T")
 
 
 class RequestStore(Store):
@@ -30,14 +34,15 @@ class RequestStore(Store):
 
     def set(self, key: str, value: Data) -> None:
         """Store ``value`` under ``key``, replacing what was there."""
-        self._ask(Code.SET, checks.key_bytes(key), checks.data_bytes(value))
+        self._do(requests.SET, checks.key_bytes(key), checks.data_bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
         """``set`` for several keys, in as few messages as they fit into."""
         checks.same_length(keys, values)
-        pairs = zip(checks.keys_bytes(keys), map(checks.data_bytes, values), strict=True)
-        for fields in wire.fit_into_messages(list(pairs)):
-            self._ask(Code.MULTI_SET, *fields)
+        fields = [b""] * (2 * len(keys))
+        fields[::2], fields[1::2] = checks.keys_bytes(keys), map(checks.data_bytes, values)
+        for batch in self._batches(fields, 2):
+            self._do(requests.MULTI_SET, *batch)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
         """Wait until ``key`` exists, then return the value."""
@@ -48,51 +53,56 @@ class RequestStore(Store):
         limit = left_seconds(self._wait_seconds(timeout))
         deadline = Deadline(limit)
         values: list[bytes] = []
-        for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
+        for batch in self._batches(checks.keys_bytes(keys)):
             values += self._get_batch(batch, keys, limit, deadline)
         return values
 
     def add(self, key: str, amount: int) -> int:
         """Add to the integer at ``key``; see :meth:`Store.add`."""
-        number = wire.encode_number(checks.amount_int(amount))
-        return self._ask_number(Code.ADD, checks.key_bytes(key), number)
+        return self._do(requests.ADD, checks.key_bytes(key), checks.amount_int(amount))
 
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
         old_and_new = checks.compare_set_bytes(expected, desired)
-        return self._ask(Code.COMPARE_SET, checks.key_bytes(key), *old_and_new)[0]
+        return self._do(requests.COMPARE_SET, checks.key_bytes(key), *old_and_new)
 
     def append(self, key: str, value: Data) -> None:
         """Append to the value at ``key``, which is created if absent."""
-        self._ask(Code.APPEND, checks.key_bytes(key), checks.data_bytes(value))
+        self._do(requests.APPEND, checks.key_bytes(key), checks.data_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all ``keys`` exist, without waiting."""
-        runs = wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)])
-        return all(self._ask_number(Code.CHECK, *run) for run in runs)
+        for batch in self._batches(checks.keys_bytes(keys)):
+            if not self._do(requests.CHECK, *batch):
+                return False
+        return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` exist at once; of very many keys, one batch after the other."""
         limit = left_seconds(self._wait_seconds(timeout))
         deadline = Deadline(limit)
-        for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
+        for batch in self._batches(checks.keys_bytes(keys)):
             self._ask_waiting(Code.WAIT, batch, keys, limit, deadline)
 
     def delete_key(self, key: str) -> bool:
         """Remove ``key``; return whether it existed."""
-        return bool(self._ask_number(Code.DELETE, checks.key_bytes(key)))
+        return self._do(requests.DELETE, checks.key_bytes(key))
 
     def num_keys(self) -> int:
         """The number of keys."""
-        return self._ask_number(Code.NUM_KEYS)
+        return self._do(requests.NUM_KEYS)
 
     def list_keys(self) -> list[str]:
         """All keys, in no order."""
-        return [name.decode(errors="replace") for name in self._ask(Code.LIST_KEYS)]
+        names = self._do(requests.LIST_KEYS)
+        try:
+            return list(map(bytes.decode, names))
+        except UnicodeDecodeError:  # another client's key
+            return [name.decode(errors="replace") for name in names]
 
     def queue_push(self, key: str, value: Data) -> None:
         """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
-        self._ask(Code.QUEUE_PUSH, checks.key_bytes(key), checks.data_bytes(value))
+        self._do(requests.QUEUE_PUSH, checks.key_bytes(key), checks.data_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
         """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
@@ -107,7 +117,7 @@ class RequestStore(Store):
 
     def queue_len(self, key: str) -> int:
         """The number of values in the queue ``key``."""
-        return self._ask_number(Code.QUEUE_LENGTH, checks.key_bytes(key))
+        return self._do(requests.QUEUE_LENGTH, checks.key_bytes(key))
 
     def _get_batch(
         self, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline
@@ -120,11 +130,14 @@ class RequestStore(Store):
             self._ask_waiting(Code.GET, [name], keys, limit, deadline).fields[0] for name in batch
         ]
 
-    def _ask(self, code: Code, *fields: bytes) -> list[bytes]:
-        return self._send(code, fields).fields
+    def _do(self, operation: StoreOperation[T], *args: bytes | int) -> T:
+        """The result of an operation that waits for nothing."""
+        return operation.gives(self._send(operation.code, requests.to_fields(args)).fields)
 
-    def _ask_number(self, code: Code, *fields: bytes) -> int:
-        return wire.decode_number(self._ask(code, *fields)[0])
+    def _batches(self, fields: list[bytes], together: int = 1) -> list[list[bytes]]:
+        """The fields in runs for a request each; as many stay ``together``."""
+        starts = range(0, len(fields), together)
+        return wire.fit_into_messages([tuple(fields[at : at + together]) for at in starts])
 
     def _ask_waiting(
         self, code: Code, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline

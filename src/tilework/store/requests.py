@@ -1,4 +1,7 @@
-"""The server's handlers of requests: each answers, or parks the request and answers later.
+"""The operations of a store, and the server's handlers of requests.
+
+An operation that waits for nothing is a :class:`StoreOperation`, which a store in this process
+runs without a request. Other handlers answer, or park the request and answer later.
 
 A malformed request raises GarbageError, which closes the connection. A request that is refused
 (add to a value that is no integer) raises DistStoreError, which is sent back.
@@ -7,8 +10,10 @@ A malformed request raises GarbageError, which closes the connection. A request 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from tilework.errors import DistStoreError
 from tilework.framed import GarbageError
@@ -16,6 +21,8 @@ from tilework.store import wire
 from tilework.store.checks import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from tilework.store.table import Queues, Table
 from tilework.store.wire import Code
+
+T = TypeVar("T")
 
 _Send = Callable[[Code, Sequence[bytes]], None]
 
@@ -56,13 +63,13 @@ class StoreState:
 
 
 def _keys(fields: Sequence[bytes]) -> Sequence[bytes]:
-    if any(len(field) > MAX_KEY_BYTES for field in fields):
+    if fields and max(map(len, fields)) > MAX_KEY_BYTES:
         raise GarbageError("a key that is too long")
     return fields
 
 
 def _fields(fields: list[bytes], count: int) -> list[bytes]:
-    """``fields``, if they are a key and ``count - 1`` values within the size limits."""
+    """``fields``, if they are ``count``, a key and values within the size limits."""
     if len(fields) != count:
         raise GarbageError(f"expected {count} fields, got {len(fields)}")
     _keys(fields[:1])
@@ -78,52 +85,106 @@ def _timed_keys(fields: list[bytes]) -> tuple[int, list[bytes]]:
     return wire.decode_number(fields[0]), fields[1:]
 
 
-def _set(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    key, value = _fields(fields, 2)
-    state.table.set(key, value)
-    client.ok()
-
-
-def _add(client: Client, state: StoreState, fields: list[bytes]) -> None:
+def _key_and_number(fields: list[bytes]) -> tuple[bytes, int]:
     key, number = _fields(fields, 2)
-    client.ok(wire.encode_number(state.table.add(key, wire.decode_number(number))))
+    return key, wire.decode_number(number)
 
 
-def _compare_set(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    key, expected, desired = _fields(fields, 3)
-    client.ok(state.table.compare_set(key, expected, desired))
-
-
-def _append(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    key, value = _fields(fields, 2)
-    state.table.append(key, value)
-    client.ok()
-
-
-def _check(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    client.ok(wire.encode_number(state.table.has(_keys(fields))))
-
-
-def _delete(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    (key,) = _fields(fields, 1)
-    client.ok(wire.encode_number(state.table.delete(key)))
-
-
-def _num_keys(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    if fields:
-        raise GarbageError("num_keys takes nothing")
-    client.ok(wire.encode_number(len(state.table.values)))
-
-
-def _multi_set(client: Client, state: StoreState, fields: list[bytes]) -> None:
+def _pairs(fields: list[bytes]) -> list[bytes]:
     if len(fields) % 2:
         raise GarbageError("a key without a value")
-    pairs = list(zip(_keys(fields[::2]), fields[1::2], strict=True))
-    if any(len(value) > MAX_VALUE_BYTES for _, value in pairs):
+    _keys(fields[::2])
+    if any(len(value) > MAX_VALUE_BYTES for value in fields[1::2]):
         raise GarbageError("a value that is too long")
-    for key, value in pairs:
-        state.table.set(key, value)
-    client.ok()
+    return fields
+
+
+def _none(_: list[bytes]) -> None:
+    pass
+
+
+def _number(fields: list[bytes]) -> int:
+    return wire.decode_number(fields[0])
+
+
+def _flag(fields: list[bytes]) -> bool:
+    return _number(fields) != 0
+
+
+def _multi_set(state: StoreState, *fields: bytes) -> None:
+    put, rest = state.table.set, iter(fields)
+    for key in rest:
+        put(key, next(rest))
+
+
+@dataclass(frozen=True)
+class StoreOperation(Generic[T]):
+    """An operation that waits for nothing: a call where the contents are, a request elsewhere.
+
+    Attributes:
+        code: The code of the request, whose fields are the arguments.
+        run: Performs the operation; takes the contents and the arguments, bytes and numbers.
+        takes: The arguments in a request's fields; raises GarbageError. An int: as many fields.
+        gives: The result in an answer's fields.
+    """
+
+    code: Code
+    run: Callable[..., T]
+    takes: int | Callable[[list[bytes]], Sequence[bytes | int]]
+    gives: Callable[[list[bytes]], T]
+
+    def handle(self, client: Client, state: StoreState, fields: list[bytes]) -> None:
+        """Answer a request."""
+        takes = self.takes
+        args = _fields(fields, takes) if isinstance(takes, int) else takes(fields)
+        client.ok(*_answer(self.run(state, *args)))
+
+
+def to_fields(values: Iterable[bytes | int]) -> list[bytes]:
+    """The fields of a message that hold ``values``."""
+    return [wire.encode_number(each) if isinstance(each, int) else each for each in values]
+
+
+def _answer(result: object) -> list[bytes]:
+    if not isinstance(result, list):
+        return [] if result is None else to_fields([cast(bytes | int, result)])
+    size = sum(map(len, result)) + 4 * len(result)
+    if len(result) > wire.MAX_FIELDS or size > wire.MAX_MESSAGE_BYTES:
+        raise DistStoreError(
+            f"list_keys: the store's {len(result)} keys do not fit into one message; ask for the "
+            "keys that you know with check"
+        )
+    return result
+
+
+SET = StoreOperation(Code.SET, lambda state, key, value: state.table.set(key, value), 2, _none)
+MULTI_SET = StoreOperation(Code.MULTI_SET, _multi_set, _pairs, _none)
+ADD: StoreOperation[int] = StoreOperation(
+    Code.ADD, lambda state, key, number: state.table.add(key, number), _key_and_number, _number
+)
+COMPARE_SET: StoreOperation[bytes] = StoreOperation(
+    Code.COMPARE_SET,
+    lambda state, key, old, new: state.table.compare_set(key, old, new),
+    3,
+    itemgetter(0),
+)
+APPEND = StoreOperation(
+    Code.APPEND, lambda state, key, value: state.table.append(key, value), 2, _none
+)
+CHECK = StoreOperation(Code.CHECK, lambda state, *keys: state.table.has(keys), _keys, _flag)
+DELETE: StoreOperation[bool] = StoreOperation(
+    Code.DELETE, lambda state, key: state.table.delete(key), 1, _flag
+)
+NUM_KEYS = StoreOperation(Code.NUM_KEYS, lambda state: len(state.table.values), 0, _number)
+LIST_KEYS: StoreOperation[list[bytes]] = StoreOperation(
+    Code.LIST_KEYS, lambda state: list(state.table.values), 0, list
+)
+QUEUE_PUSH = StoreOperation(
+    Code.QUEUE_PUSH, lambda state, key, value: state.queues.push(key, value), 2, _none
+)
+QUEUE_LENGTH: StoreOperation[int] = StoreOperation(
+    Code.QUEUE_LENGTH, lambda state, key: state.queues.length(key), 1, _number
+)
 
 
 def _get(client: Client, state: StoreState, fields: list[bytes]) -> None:
@@ -212,24 +273,6 @@ def _append_on_disconnect(client: Client, state: StoreState, fields: list[bytes]
     client.ok()
 
 
-def _list_keys(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    if fields:
-        raise GarbageError("list_keys takes nothing")
-    keys = list(state.table.values)
-    if len(keys) > wire.MAX_FIELDS or sum(map(len, keys)) + 4 * len(keys) > wire.MAX_MESSAGE_BYTES:
-        raise DistStoreError(
-            f"list_keys: the store's {len(keys)} keys do not fit into one message; ask for the "
-            "keys that you know with check"
-        )
-    client.ok(*keys)
-
-
-def _queue_push(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    key, value = _fields(fields, 2)
-    state.queues.push(key, value)
-    client.ok()
-
-
 def _queue_pop(client: Client, state: StoreState, fields: list[bytes]) -> None:
     milliseconds, keys = _timed_keys(fields)
     (key,) = _fields(keys, 1)
@@ -251,29 +294,18 @@ def _queue_pop(client: Client, state: StoreState, fields: list[bytes]) -> None:
     client.park(milliseconds, expired, lambda: state.queues.unpark(key, take))
 
 
-def _queue_length(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    (key,) = _fields(fields, 1)
-    client.ok(wire.encode_number(state.queues.length(key)))
-
-
+_OPERATIONS: Final[Sequence[StoreOperation[Any]]] = (
+    *(SET, MULTI_SET, ADD, COMPARE_SET, APPEND, CHECK, DELETE, NUM_KEYS, LIST_KEYS),
+    *(QUEUE_PUSH, QUEUE_LENGTH),
+)
 HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = {
-    Code.SET: _set,
+    **{each.code: each.handle for each in _OPERATIONS},
     Code.GET: _get,
-    Code.ADD: _add,
-    Code.COMPARE_SET: _compare_set,
-    Code.APPEND: _append,
-    Code.CHECK: _check,
     Code.WAIT: _wait,
-    Code.DELETE: _delete,
-    Code.NUM_KEYS: _num_keys,
-    Code.MULTI_SET: _multi_set,
     Code.JOIN: _join,
     Code.WAIT_WORKERS: _wait_workers,
     Code.APPEND_ON_DISCONNECT: _append_on_disconnect,
-    Code.LIST_KEYS: _list_keys,
-    Code.QUEUE_PUSH: _queue_push,
     Code.QUEUE_POP: _queue_pop,
-    Code.QUEUE_LENGTH: _queue_length,
 }
 
 

@@ -40,8 +40,9 @@ class Table:
 
     def set(self, key: bytes, value: bytes) -> None:
         """Store ``value``, and wake those who waited for ``key``."""
-        self.changes += self.values.get(key) != value
-        self.values[key] = value
+        if self.values.get(key) != value:
+            self.changes += 1
+            self.values[key] = value
         if key in self._parked:
             self._wake(key)
 
@@ -89,15 +90,18 @@ class Table:
 
     def has(self, keys: Iterable[bytes]) -> bool:
         """True if all ``keys`` exist."""
-        return all(key in self.values for key in keys)
+        return all(map(self.values.__contains__, keys))
 
     def park(self, keys: Sequence[bytes], ready: Callable[[], None]) -> Waiter | None:
         """Have ``ready`` called once all ``keys`` exist, and return the waiter.
 
         If all exist already, return None, and call nothing.
         """
+        if self.has(keys):
+            return None
         waiter = Waiter(keys, ready)
-        return waiter if self._seat(waiter) else None
+        self._seat(waiter)
+        return waiter
 
     def unpark(self, waiter: Waiter) -> None:
         """Forget ``waiter``; harmless if it was woken already."""

@@ -97,7 +97,7 @@ class TCPStore(RemoteStore):
         if self._expected is None:
             return None
         none = wire.encode_number(0)
-        came = self._ask_number(Code.WAIT_WORKERS, none, none)
+        came = wire.decode_number(self._send(Code.WAIT_WORKERS, (none, none)).fields[0])
         lost = self._words(_LOST_KEY)
         given_up = self.get(_GIVEN_UP_KEY).decode() if self.check([_GIVEN_UP_KEY]) else ""
         if given_up:
@@ -111,7 +111,7 @@ class TCPStore(RemoteStore):
 
     def _join(self, wait_for: int | None) -> None:
         if self._expected is None:
-            self._ask(Code.JOIN, self._name.encode())
+            self._send(Code.JOIN, [self._name.encode()])
         else:
             request = wire.encode(Code.JOIN, (self._name.encode(), _LOST_KEY.encode()))
             self._hold(request, until_closed=True)
