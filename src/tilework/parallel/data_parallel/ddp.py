@@ -236,8 +236,10 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self.module = module
         self._cast_buffers()
         self._structure = ModuleStructure(module)
-        check_layouts(self._structure.parameters, self.process_group)
-        parameters = [parameter for _, parameter in self._structure.parameters]
+        named = self._structure.parameters
+        averaged = [each for each in named if each[0] not in self._ignored]
+        check_layouts(averaged, self.process_group)
+        parameters = [parameter for _, parameter in named]
         self.device_ids, self.output_device = devices_of(parameters, device_ids, output_device)
         self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
         self._start(init_sync)
