@@ -15,6 +15,7 @@ from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from tilework.errors import DistError
 from tilework.mesh import init_device_mesh
 from tilework.parallel import (
+    DistributedDataParallel,
     ExpertParallel,
     balance_loss,
     expert_report,
@@ -287,3 +288,98 @@ def test_wrong_arguments_raise(arguments: Any, match: str) -> None:
 def test_a_module_without_stacks_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="stacked weights"):
         ExpertParallel().parameter_layouts(nn.Sequential(nn.Linear(2, 2)))
+
+
+class Marked(Experts):
+    """Experts with a buffer."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.register_buffer("scale", torch.ones(experts))
+
+
+def test_a_buffer_of_all_experts_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"\['scale'\] of Marked are buffers"):
+        ExpertParallel().parameter_layouts(Marked(2))
+
+
+def test_a_second_style_is_refused() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        experts = parallelize_module(Experts(4), mesh, ExpertParallel(capacity=2))
+        with pytest.raises(ValueError, match=r"a style already: ExpertParallel.*capacity=2"):
+            parallelize_module(experts, mesh, ExpertParallel())
+
+    run_ranks(2, program)
+
+
+class Wrapped(Experts):
+    """Experts whose forward passes on what it is given."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return super().forward(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_numbers_of_any_integers_and_a_forward_of_any_arguments(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    experts, rows, weights = Wrapped(3), torch.randn(3, FEATURES), torch.rand(3, 1)
+    ids = torch.tensor([[0], [2], [1]], dtype=dtype)
+    expected = experts(rows, ids, weights)
+
+    def program(rank: int) -> None:
+        style, mesh = ExpertParallel("replicate"), init_device_mesh("cpu", (2,))
+        mine = parallelize_module(copy.deepcopy(experts), mesh, style)
+        torch.testing.assert_close(mine(rows, ids, weights), expected)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize(("dispatch", "axes"), [("replicate", ("dp",)), ("rows", ("dp", "ep"))])
+def test_the_balance_loss_covers_further_axes(dispatch: Any, axes: tuple[str, ...]) -> None:
+    model, rows = mixture(4, 2)
+    expected = _expected_balance(model, rows)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        mine = parallelize_module(
+            copy.deepcopy(model), mesh["ep"], {"experts": ExpertParallel(dispatch)}
+        )
+        parts = torch.split(rows, [3, 3, 2, 2] if dispatch == "rows" else [6, 4])
+        out = mine(parts[rank if dispatch == "rows" else rank // 2])
+        torch.testing.assert_close(balance_loss(mine, mesh=mesh[axes]), expected)
+        assert out.shape[1] == FEATURES
+
+    run_ranks(4, program)
+
+
+def test_a_mesh_whose_ranks_have_the_same_rows_is_refused() -> None:
+    model, rows = mixture(4, 2)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        mine = parallelize_module(
+            copy.deepcopy(model), mesh, {"experts": ExpertParallel("replicate")}
+        )
+        out = mine(rows)
+        with pytest.raises(ValueError, match="counted already"):
+            balance_loss(mine, mesh=mesh)
+        assert out.shape == rows.shape
+
+    run_ranks(2, program)
+
+
+def test_ddp_over_the_axis_of_experts_leaves_them_out() -> None:
+    model, rows = mixture(5, 2)
+    _, _, grads = dense(model, rows)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        mine = parallelize_module(copy.deepcopy(model), mesh, {"experts": ExpertParallel()})
+        names = [name for name, _ in mine.named_parameters() if name.startswith("experts.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(mine, names)
+        wrapped = DistributedDataParallel(mine, device_mesh=mesh)
+        wrapped(rows.chunk(2)[rank]).square().sum().backward()
+        torch.testing.assert_close(gradients(mine), {k: grad / 2 for k, grad in grads.items()})
+
+    run_ranks(2, program)

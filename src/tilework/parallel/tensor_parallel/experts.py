@@ -38,8 +38,10 @@ class ExpertParallel(ParallelStyle):
 
     The module has weights ``[experts, ...]``, and is called with rows ``[n, features]``, the
     experts of each row ``[n, k]``, and their weights ``[n, k]``, as the expert modules of
-    transformers are. The router stays outside. Forward exchanges counts once and rows twice,
-    backward rows twice. The number of experts need not be divisible: ranks may have none.
+    transformers are. The result of a row is the sum, over its experts, of the weight and the
+    expert's result for the row; the module is called with one expert per row, of weight 1, and
+    only where this rank has rows. The router stays outside. Forward exchanges counts once and rows
+    twice, backward rows twice. The number of experts need not be divisible: ranks may have none.
 
     DTensors are taken in any layout, and the result has the layout of the rows. Of plain tensors
     ``dispatch`` says what they are. With ``"rows"`` on a mesh of a single axis each rank's loss
@@ -102,6 +104,13 @@ class ExpertParallel(ParallelStyle):
                 f"each, not {type(module).__name__}, which has {shapes or 'none'}: name the module "
                 f"that holds the stacks, or stack the weights of a list of experts"
             )
+        if _NAME in vars(module):
+            raise ValueError(f"{type(module).__name__} has a style already: {_style_of(module)}")
+        if stacks := [name for name, each in module.named_buffers() if each.dim()]:
+            raise NotImplementedError(
+                f"{stacks} of {type(module).__name__} are buffers: ranks hold some experts' part "
+                f"of parameters only. Make them parameters [experts, ...], with requires_grad=False"
+            )
         return dict.fromkeys(own, Shard(0))
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
@@ -110,6 +119,11 @@ class ExpertParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"ExpertParallel(dispatch={self.dispatch!r}, capacity={self.capacity})"
+
+
+def _style_of(module: nn.Module) -> ExpertParallel:
+    experts: _Experts = vars(module)[_NAME]
+    return experts.style
 
 
 def _function_of(module: nn.Module) -> Callable[..., Any]:
@@ -122,7 +136,7 @@ def _function_of(module: nn.Module) -> Callable[..., Any]:
 def _forward(module: nn.Module, *inputs: Any, **named: Any) -> Tensor:
     experts: _Experts = vars(module)[_NAME]
     bound = inspect.signature(experts.function).bind(module, *inputs, **named)
-    values = list(bound.arguments.values())[1:]
+    values = [*bound.args[1:], *bound.kwargs.values()]
     if len(values) != 3 or not all(isinstance(value, Tensor) for value in values):
         raise TypeError(
             f"{experts.axis.layer} takes rows [n, features], experts [n, k] and weights [n, k], "
@@ -254,7 +268,7 @@ class _Experts:
         """The result for this rank's rows. Collective over the axis."""
         rows, ids, weights = tensors
         (size, top), count = ids.shape, self._count(module)
-        flat = ids.reshape(-1)
+        flat = ids.reshape(-1).long()
         group = self.axis.mesh.get_group(self.axis.number)
         dispatch = self._exchanged_counts(flat, weights, count, group)
         self._note_balance(flat, weights, dispatch, placements)
@@ -266,7 +280,7 @@ class _Experts:
         incoming = [sum(row[mine]) for row in sent]
         leaving = _Spread.apply(rows, kept, top)  # type: ignore[no-untyped-call]
         received = all_to_all_single(leaving, incoming, outgoing, group)
-        numbers = torch.arange(sizes[rank], device=flat.device, dtype=flat.dtype)
+        numbers = torch.arange(sizes[rank], device=flat.device, dtype=ids.dtype)
         times = torch.tensor([n for row in sent for n in row[mine]], dtype=torch.long)
         local_ids = numbers.repeat(len(sent)).repeat_interleave(times.to(flat.device))
         with self._local_weights(module, placements, sizes[rank]) as locals_:
@@ -424,7 +438,7 @@ class _WithoutRows(torch.autograd.Function):
 
 def _experts_in(model: nn.Module) -> list[tuple[str, _Experts]]:
     found = [
-        (name, vars(module)[_NAME])
+        (name or type(module).__name__, vars(module)[_NAME])
         for name, module in model.named_modules()
         if _NAME in vars(module)
     ]
@@ -455,11 +469,13 @@ def balance_loss(
         router_logits: The logits ``[n, experts]`` of all routers, in the modules' order; then the
             mean probability is taken instead of the mean weight. Needed with a single expert per
             row whose weight is normalized to 1.
-        mesh: For plain rows, the axes over which ranks have different rows; None: the style's
-            axis. Gradients are then those of the mean of the ranks' losses, as in DDP.
+        mesh: For plain rows, the axes over which ranks have different rows: with ``"rows"`` the
+            style's axis too, with ``"replicate"`` other axes only. None: the style's axis.
+            Gradients are then those of the mean of the ranks' losses, as in DDP.
 
     Raises:
-        ValueError: No forward was made; or weights are constant.
+        ValueError: No forward was made; weights are constant; or ``mesh`` has an axis where rows
+            are replicated, or DTensors.
 
     Example:
         >>> import torch
@@ -544,9 +560,19 @@ def _reduced(vector: Tensor, seen: _Balance, mesh: DeviceMesh | None) -> Tensor:
     """The sum of a vector over the ranks that have other rows."""
     if seen.placements is not None:
         made = DTensor.from_local(vector, seen.mesh, seen.placements, shape=vector.shape)
-        return made.full_tensor()
+        vector = made.full_tensor()
+        if mesh is None:
+            return vector
     over = mesh or seen.mesh
-    return all_reduce(vector, "sum", over.axes_group(range(over.ndim)))
+    group = over.axes_group(range(over.ndim))
+    if seen.placements is not None and group.size() > 1:
+        own = seen.mesh.axes_group(range(seen.mesh.ndim))
+        if len(both := set(own.global_ranks).intersection(group.global_ranks)) > 1:
+            raise ValueError(
+                f"ranks {sorted(both)} of mesh={over} share an axis of {seen.mesh}, where rows are "
+                f"replicated or DTensors, and counted already: pass the other axes only"
+            )
+    return all_reduce(vector, "sum", group)
 
 
 @dataclass(frozen=True)
