@@ -341,3 +341,22 @@ def test_a_ring_within_torch_func() -> None:
 def test_an_unknown_way() -> None:
     with pytest.raises(ValueError, match="way must be one of 'auto', 'gather', 'ring', 'heads'"):
         context_parallel("rings").__enter__()  # type: ignore[arg-type]
+
+
+@each("way", get_args(Way))
+@each("shape", [(12, 1), (1, 12), (6, 12), (12, 6), (3, 12, 12), (12,)])
+def test_a_mask_is_broadcast_as_on_one_process_or_refused(way: Way, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(1, 4, 12, 8), torch.randn(shape)
+
+    def program(rank: int) -> Tensor:
+        mine = distribute_tensor(x, init_device_mesh("cpu", (2,)), CUT)
+        with context_parallel(way):
+            made: DTensor = sdpa(mine, mine, mine, attn_mask=mask)
+        return made.full_tensor()
+
+    if not set(shape) <= {1, 12} or len(shape) == 1:
+        with pytest.raises((RuntimeError, IndexError), match=r"must match|out of range"):
+            run_ranks(2, program)
+    else:
+        torch.testing.assert_close(run_ranks(2, program)[0], sdpa(x, x, x, attn_mask=mask))

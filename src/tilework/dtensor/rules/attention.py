@@ -125,6 +125,16 @@ def _heads(tensors: Sequence[Arg]) -> _Leading | None:
     return [*out, mine], dims
 
 
+def fits(mask: Arg | None, tensors: Sequence[Arg], enable_gqa: bool) -> bool:
+    """True if the mask broadcasts to the weights; torch raises for another."""
+    leading = None if mask is None else leading_dims(tensors, enable_gqa)
+    if mask is None or leading is None:
+        return True
+    sizes = [*map(volume, dim_factors(leading[0])), *(each.shape[-2] for each in tensors[:2])]
+    pairs = zip(reversed(mask.shape), reversed(sizes), strict=False)
+    return 2 <= mask.ndim <= len(sizes) and all(size in (1, whole) for size, whole in pairs)
+
+
 def broadcast_dims(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
     """The factors of each dim of a tensor of this shape, which is broadcast to ``dims``."""
     last = dims[len(dims) - len(shape) :]

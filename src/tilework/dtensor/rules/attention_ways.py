@@ -26,6 +26,7 @@ from tilework.dtensor.rules.attention import (
     broadcast_dims,
     decomposed_attention,
     default_scale,
+    fits,
     gathered_attention,
     leading_dims,
     of_parts,
@@ -118,10 +119,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> RuleResult:
-    if any(tensor.ndim < 2 + enable_gqa for tensor in (query, key, value)) or (
+    tensors = query, key, value
+    if any(tensor.ndim < 2 + enable_gqa for tensor in tensors) or (
         is_causal and attn_mask is not None
     ):
         return None  # torch raises when the call runs
+    if not fits(attn_mask, tensors, enable_gqa):
+        return None  # as above
     if sequence_axes(query.spec, key.spec, value.spec):
         return Decomposition(_attend)
     if dropout_p > 0 or are_keys_sharded(query, key, value):
@@ -196,10 +200,12 @@ class _Call:
         given = (query, key, value, mask)
         if way == "ring":
             pattern = (-1, 0 if self.causal else -1, ())
-            return ring_attention(*given, self.dropout, pattern, self.scale, self.gqa)[0]
+            columns = mask if mask is None else mask.expand(*mask.shape[:-1], key.size(-2))
+            options: Any = pattern, self.scale, self.gqa
+            return ring_attention(query, key, value, columns, self.dropout, *options)[0]
         if self.dropout > 0:
-            options: Any = {"scale": self.scale, "enable_gqa": self.gqa}
-            return decomposed_attention(*given, self.dropout, self.causal, **options)
+            named: Any = {"scale": self.scale, "enable_gqa": self.gqa}
+            return decomposed_attention(*given, self.dropout, self.causal, **named)
         return gathered_attention(*given, self.causal, self.scale, self.gqa)
 
     def _cheapest(self) -> Way:
