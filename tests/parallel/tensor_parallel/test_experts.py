@@ -383,3 +383,35 @@ def test_ddp_over_the_axis_of_experts_leaves_them_out() -> None:
         torch.testing.assert_close(gradients(mine), {k: grad / 2 for k, grad in grads.items()})
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("sizes", [[10], [3, 7]])
+def test_logits_of_microbatches_of_any_length_are_taken(sizes: list[int]) -> None:
+    model, rows = mixture(4, 1)
+
+    def program(rank: int) -> Tensor:
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,))
+        parallelize_module(mine, mesh, {"experts": ExpertParallel("replicate")})
+        outputs = [mine(part) for part in torch.split(rows, sizes)]
+        assert len(outputs) == len(sizes)
+        return balance_loss(mine, [mine.router(rows)]).detach()
+
+    ids = model.router(rows).argmax(-1)
+    mean = model.router(rows).softmax(-1).mean(0)
+    expected = 4 * (torch.bincount(ids, minlength=4) / ROWS * mean).sum()
+    torch.testing.assert_close(run_ranks(2, program)[0], expected.detach())
+
+
+@pytest.mark.parametrize("dispatch", ["rows", "replicate"])
+def test_logits_of_other_rows_raise_on_all_ranks(dispatch: Any) -> None:
+    model, rows = mixture(4, 1)
+
+    def program(rank: int) -> None:
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,))
+        parallelize_module(mine, mesh, {"experts": ExpertParallel(dispatch)})
+        out = mine(rows)
+        with pytest.raises(ValueError, match="are not those of all rows"):
+            balance_loss(mine, [mine.router(rows[1:])])
+        assert len(out) == ROWS
+
+    run_ranks(2, program)

@@ -499,7 +499,7 @@ def balance_loss(
         >>> run_ranks(2, program)[0]  # all rows to one of two experts, with weight 0.5
         1.0
     """
-    counts, weights, rows = [], [], []
+    counts, weights, rows, extra = [], [], [], []
     found = _experts_in(model)
     if router_logits is not None and len(router_logits) != len(found):
         raise ValueError(f"there are {len(found)} routers, got logits of {len(router_logits)}")
@@ -512,7 +512,8 @@ def balance_loss(
             )
         weight = torch.stack([each.weight for each in seen]).sum(0)
         if router_logits is not None:
-            weight = _probabilities(router_logits[number], seen, name, experts)
+            weight, more = _probabilities(router_logits[number], seen, name, experts)
+            extra.append(more)
         elif seen[0].top == 1 and all(_is_constant(each) for each in seen):
             raise ValueError(
                 f"each row gave {name} a single expert with weight 1: the balance loss would be "
@@ -522,12 +523,19 @@ def balance_loss(
         weights.append(weight.to(torch.promote_types(weight.dtype, torch.float32)))
         rows.append(sum(each.rows for each in seen))
     lengths = list(map(len, counts))
-    total = _reduced(torch.cat([torch.cat(counts), counts[0].new_tensor(rows)]), seen[0], mesh)
+    total = _reduced(
+        torch.cat([torch.cat(counts), counts[0].new_tensor(rows + extra)]), seen[0], mesh
+    )
+    if wrong := total[sum(lengths) + len(rows) :].nonzero().flatten().tolist():
+        raise ValueError(
+            f"router_logits of {[found[each][0] for each in wrong]} are not those of all rows "
+            f"since the last balance_loss(): concatenate the logits of all these forwards"
+        )
     share = _reduced(torch.cat(weights), seen[0], mesh)
     parts = zip(
         torch.split(total[: sum(lengths)], lengths),
         torch.split(share, lengths),
-        total[sum(lengths) :],
+        total[sum(lengths) : sum(lengths) + len(rows)],
         strict=True,
     )
     losses = [
@@ -543,17 +551,15 @@ def _is_constant(seen: _Balance) -> bool:
 
 def _probabilities(
     logits: Tensor, seen: Sequence[_Balance], name: str, experts: _Experts
-) -> Tensor:
-    if seen[0].placements is not None:
-        rows = [Shard(0) if p.is_partial() else Replicate() for p in seen[0].placements]
+) -> tuple[Tensor, int]:
+    """The sum of this rank's probabilities, and a number that adds up to 0 if no row is missing."""
+    placements = seen[0].placements
+    if placements is not None:  # of all forwards together: ranks may have other rows than in each
+        rows = [Shard(0) if p.is_partial() else Replicate() for p in placements]
         whole = experts.axis.annotate(logits, experts.layout, f"router_logits of {name}")
         logits = whole.redistribute(placements=rows).to_local()
-    if len(logits) != sum(each.rows for each in seen):
-        raise ValueError(
-            f"{name} had {sum(each.rows for each in seen)} rows since the last balance_loss(), and "
-            f"router_logits have {len(logits)}: pass those of all these forwards"
-        )
-    return logits.float().softmax(-1).sum(0)
+    more = len(logits) - sum(each.rows for each in seen)
+    return logits.float().softmax(-1).sum(0), abs(more) if placements is None else more
 
 
 def _reduced(vector: Tensor, seen: _Balance, mesh: DeviceMesh | None) -> Tensor:
