@@ -38,8 +38,8 @@ class ExpertParallel(ParallelStyle):
 
     The module has weights ``[experts, ...]``, and is called with rows ``[n, features]``, the
     experts of each row ``[n, k]``, and their weights ``[n, k]``, as the expert modules of
-    transformers are. The result of a row is the sum, over its experts, of the weight and the
-    expert's result for the row; the module is called with one expert per row, of weight 1, and
+    transformers are. The result of a row is the sum, over the experts, of the weight times the
+    expert's result for the row; the module is called with a single expert per row, weight 1, and
     only where this rank has rows. The router stays outside. Forward exchanges counts once and rows
     twice, backward rows twice. The number of experts need not be divisible: ranks may have none.
 
