@@ -22,6 +22,7 @@ class Chain(nn.Module):
     def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.a, self.b, self.c, self.d = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), Last()
+        self.register_buffer("count", torch.zeros(()))
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,6 +97,21 @@ def _writes(m: Any, x: Tensor) -> Any:
     return m.d(c + a)
 
 
+def _writes_input(m: Any, x: Tensor) -> Any:
+    return m.d(m.c(m.a(x.mul_(2))))
+
+
+def _writes_buffer(m: Any, x: Tensor) -> Any:
+    m.count.add_(1)
+    return m.d(m.c(m.a(x)))
+
+
+def _replaces_buffer(m: Any, x: Tensor) -> Any:
+    x = m.d(m.c(m.a(x)))
+    m.count = m.count + 1
+    return x
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -106,6 +122,9 @@ def _writes(m: Any, x: Tensor) -> Any:
         (_sizes, "needs the values of a tensor that stage 0 makes"),
         (_draws, "draws random numbers before stage 1"),
         (_writes, "writes in stage 1 to a tensor that stage 0 makes"),
+        (_writes_input, "writes to an input"),
+        (_writes_buffer, "writes to the buffer count, which every stage has"),
+        (_replaces_buffer, "writes to the buffer count, which every stage has"),
     ],
 )
 def test_what_a_stage_cannot_do_alone_is_refused_by_name(how: Any, text: str) -> None:
@@ -117,9 +136,49 @@ def test_a_part_is_named_as_the_model_and_cannot_be_called_alone() -> None:
     def program(rank: int) -> None:
         (part,) = stages_of(seeded(chain(_skips)), plan, ["c"]).parts
         assert isinstance(part, Chain)
-        assert next(iter(part.state_dict())) == ("a.weight", "c.weight")[rank]
+        assert [*part.state_dict()][:2] == ["count", ("a.weight", "c.weight")[rank]]
         other = part.c if rank == 0 else part.a
         with pytest.raises(RuntimeError, match="call the stages by"):
             other(torch.ones(1, 3))
 
     run_ranks(2, program)
+
+
+class Writing(nn.Linear):
+    """A layer that writes to its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class Skipped(nn.Module):
+    """A value that stage 1 writes to, and stage 2 uses."""
+
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 2)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Any:
+        a = self.a(x)
+        return self.c(self.b(a.view(self.shape) if self.shape else a) + a)
+
+
+def test_a_stage_may_write_to_received_values() -> None:
+    _, grads = piped(Schedule.one_forward_one_backward(3, 3), Skipped, ["b", "c"])
+    assert_equal(grads, alone(3, Skipped)[1])
+
+
+def test_writes_to_one_of_two_values_that_share_memory_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"share memory there, at .*test_stage\.py"):
+        piped(plan, lambda: Skipped((-1, 3)), ["b"])
+
+
+def test_modules_without_parameters_keep_their_modes() -> None:
+    def program(rank: int) -> Tensor:
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 2)).eval()
+        expected = model(batch()[0])
+        result: Tensor = stages_of(model, plan).evaluate(batch()[0]) - expected
+        return result
+
+    assert all(torch.allclose(x, torch.zeros(()), atol=1e-6) for x in run_ranks(2, program))

@@ -199,12 +199,15 @@ def _maker_of(values: Any) -> int:
 
 
 def _check_writes(func: Any, args: Any, walk: Walk | None) -> None:
-    """Refuse writes between modules that another stage would not see."""
-    if walk is None or walk.is_inside:
+    """Note writes, and refuse those between modules that another stage would not see."""
+    if walk is None:
         return
     for schema, value in zip(func._schema.arguments, args, strict=False):
-        is_written = schema.alias_info is not None and schema.alias_info.is_write
-        if is_written and (not isinstance(value, Ghost) or value.made_by != walk.position):
+        if schema.alias_info is None or not schema.alias_info.is_write:
+            continue
+        if isinstance(value, Ghost):
+            walk.written.append((value, walk.position))
+        if not walk.is_inside and (not isinstance(value, Ghost) or value.made_by != walk.position):
             of = value.made_by if isinstance(value, Ghost) else "every stage"
             raise RuntimeError(
                 f"{func} at {call_site()} writes in stage {walk.position} to a tensor that "
@@ -242,6 +245,8 @@ class Walk:
         self.position, self.calls = 0, 0
         #: Values by key.
         self.values: dict[Key, list[Tensor]] = {}
+        #: Ghosts that an operator writes to, and the stage that does it.
+        self.written: list[tuple[Ghost, int]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -366,6 +371,7 @@ class GhostWalk(Walk):
         for leaf in tree_flatten(result)[0]:
             if isinstance(leaf, Ghost):
                 self.use(leaf)
+        self._check_memory()
         cuts: list[list[Crossing]] = [[] for _ in range(last)]
         for ghost, until in self.uses.values():
             if ghost.key is None:
@@ -381,6 +387,19 @@ class GhostWalk(Walk):
         self.route.result = result
         return self.route
 
+    def _check_memory(self) -> None:
+        """Refuse writes to one of two values that share memory before a cut, and not behind."""
+        known: dict[int, Ghost] = {}
+        for ghost, _ in self.uses.values():
+            memory = _memory_of(ghost)
+            of = [stage for x, stage in self.written if _memory_of(x) == memory]
+            if known.setdefault(memory, ghost) is not ghost and max(of, default=0) > ghost.made_by:
+                raise RuntimeError(
+                    f"stage {max(of)} writes to one of two values of stage {ghost.made_by} that "
+                    f"share memory there, at {ghost.origin or known[memory].origin}, and are sent "
+                    f"apart: write to a copy"
+                )
+
     def _crossing(self, ghost: Ghost, trained: Sequence[bool]) -> Crossing:
         assert ghost.key is not None
         kind, number, _ = ghost.key
@@ -388,6 +407,10 @@ class GhostWalk(Walk):
         has_gradient = ghost.is_floating_point() and trained[ghost.made_by]
         shape = tuple(ghost.shape)
         return Crossing(ghost.key, shape, ghost.dtype, has_gradient, ghost.made_by, name)
+
+
+def _memory_of(ghost: Ghost) -> int:
+    return int(ghost.shadow.untyped_storage()._cdata)
 
 
 _NEEDS_EXAMPLE = "; pass example= to pipeline(), to have the stage found that uses it first"
@@ -463,9 +486,10 @@ class StageWalk(Walk):
 
     def _receive(self) -> None:
         for key, tensor in self.received.items():
+            own = _Writable.apply(tensor)
             for ghost in self.values.pop(key, ()):
-                _become(ghost, tensor)
-            self.values[key] = [tensor]
+                _become(ghost, own)
+            self.values[key] = [own]
 
     def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's result; of another stage's unit, ghosts."""
@@ -495,6 +519,18 @@ class StageWalk(Walk):
     def sent(self) -> tuple[Tensor, ...]:
         """The values that cross the cut after the stage."""
         return tuple(self.values[each.key][0] for each in self.after)
+
+
+class _Writable(torch.autograd.Function):
+    """The same memory, in which the forward may write: it is no leaf, and no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
 
 
 @unrecorded
@@ -649,14 +685,18 @@ class Twin:
         def unit(name: str, module: nn.Module) -> nn.Module:
             of = split.units.get(name)
             if of is None:
-                return module
+                return copied_with(module, lambda _, x: x.clone(), name, known)  # type: ignore[no-any-return]
             self.units[name] = copied_with(module, partial(_ghost_of, of), name, {})
             return Gate(self.units[name], name, of)
 
         def own(name: str, parameter: nn.Parameter) -> Tensor:
             return Ghost(parameter, split.own[name], parameter=name)
 
+        known: dict[int, Any] = {}
         self._model: nn.Module = copied_tree(model, split.containers, unit, own)
+        for name in split.containers:
+            buffers = self._model.get_submodule(name)._buffers
+            buffers |= {key: None if x is None else x.clone() for key, x in buffers.items()}
         self._routes: dict[Any, Route] = {}
 
     def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallOrder:
@@ -678,15 +718,41 @@ class Twin:
             self._routes[key] = walk.finish(self._follow(walk, args, kwargs), self.trained)
         return self._routes[key]
 
+    def _shared(self) -> dict[str, tuple[Tensor, int, bool]]:
+        """By name, buffers of every stage, with version; True for those that no state has."""
+        found = {}
+        for path, module in self._model.named_modules():
+            for key, x in module._buffers.items():
+                if x is not None and not isinstance(x, Ghost) and not x.is_inference():
+                    is_cache = key in module._non_persistent_buffers_set
+                    found[f"{path}.{key}".lstrip(".")] = (x, x._version, is_cache)
+        return found
+
     def _follow(self, walk: Walk, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward's result, on ghosts; random generators stay as they are."""
         generator = default_generator()
         state = generator.get_state()
+        before = self._shared()
+        args, kwargs = tree_map(_copy_of, (args, dict(kwargs)))
+        versions = [x._version for x in tree_flatten((args, kwargs))[0] if _has_version(x)]
         try:
             with walk.running():
-                return self._model(*args, **kwargs)
+                result = self._model(*args, **kwargs)
         finally:
             generator.set_state(state)
+        if versions != [x._version for x in tree_flatten((args, kwargs))[0] if _has_version(x)]:
+            raise RuntimeError(
+                "the forward writes to an input, which every stage has, and only one stage would "
+                "see it: write to a copy"
+            )
+        after = self._shared()
+        for name, (value, version, is_cache) in before.items():
+            if value._version != version or not (is_cache or after[name][0] is value):
+                raise RuntimeError(
+                    f"the forward writes to the buffer {name}, which every stage has, and each "
+                    f"would write at another time: let a module with parameters have the buffer"
+                )
+        return result
 
 
 def default_generator() -> torch.Generator:
@@ -701,6 +767,15 @@ def _random_state() -> bytes:
 
 def _ghost_of(stage: int, name: str, tensor: Tensor) -> Tensor:
     return Ghost(tensor, stage, parameter=name)
+
+
+def _copy_of(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return value.detach().clone().requires_grad_(value.requires_grad) if is_tensor else value
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
 
 
 def _plain(value: Any) -> Any:
