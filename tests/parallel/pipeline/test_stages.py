@@ -148,12 +148,62 @@ def test_a_loss_that_is_no_mean_over_rows_needs_a_weight(weight: Any, text: str)
         _with_labels(weight)
 
 
+def test_a_microbatch_may_have_no_element_of_the_mean() -> None:
+    x, target = batch(4)[0], torch.tensor([-100, -100, 1, 0])
+
+    def program(rank: int) -> tuple[float, dict[str, Tensor | None]]:
+        stages = stages_of(seeded(), one_f_one_b(2, 2))
+        loss = stages.step(x, target=target, loss=_mean_of_known, weight=_known)
+        return loss.item(), {name: p.grad for name, p in stages.named_parameters()}
+
+    model = seeded()
+    expected = _mean_of_known(model(x), target)
+    expected.backward()  # type: ignore[no-untyped-call]
+    outcomes = run_ranks(2, program)
+    assert [loss for loss, _ in outcomes] == pytest.approx([expected.item()] * 2)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(together(each for _, each in outcomes), grads)
+
+
+def _known(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def _mean_of_known(result: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(result, target, reduction="sum") / _known(target)
+
+
+def test_an_evaluated_loss_that_is_no_mean_over_rows_needs_a_weight() -> None:
+    def program(rank: int) -> None:
+        stages = stages_of(seeded(), one_f_one_b(2, 3))
+        stages.evaluate(batch()[0], target=LABELS, loss=F.cross_entropy)
+
+    with pytest.raises(ValueError, match="no mean over rows"):
+        run_ranks(2, program)
+
+
+class Averaging(Listed):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x).mean()
+
+
+def test_a_number_among_results_is_the_mean_over_rows() -> None:
+    def program(rank: int) -> float:
+        result: Tensor = stages_of(seeded(Averaging), one_f_one_b(2, 3)).evaluate(batch(7)[0])
+        return result.item()
+
+    expected = seeded(Averaging)(batch(7)[0]).item()
+    assert run_ranks(2, program) == pytest.approx([expected] * 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"x": torch.ones(2, 3)}, "2 rows, and the schedule 3 microbatches"),
         ({"x": torch.ones(6, 3), "target": torch.ones(5, 2)}, "equally many rows"),
         ({"x": torch.ones(6, 3), "loss": None}, "the weight must be said"),
+        ({"x": torch.ones(6, 3), "loss": None, "weight": "rows"}, "without a scalar loss"),
+        ({"x": torch.ones(6, 3), "weight": lambda target: 0}, "counts no element"),
     ],
 )
 def test_bad_arguments_are_refused_on_all_ranks(arguments: Any, text: str) -> None:

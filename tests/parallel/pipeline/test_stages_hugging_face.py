@@ -83,3 +83,16 @@ def test_stages_generate_the_same_text_on_all_ranks(options: dict[str, Any]) -> 
     if not options["do_sample"]:
         expected = seeded(llama).eval().generate(tokens, max_new_tokens=5, do_sample=False)
         assert first == expected[0].tolist()
+
+
+def test_generation_sees_padding() -> None:
+    tokens, mask = _tokens(5)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+    def program(rank: int) -> list[list[int]]:
+        stages = stages_of(seeded(gpt2), plans[0]).eval()
+        made: list[list[int]] = stages.generate(tokens, **options).tolist()
+        return made
+
+    expected = seeded(gpt2).eval().generate(tokens, **options).tolist()
+    assert run_ranks(2, program) == [expected] * 2

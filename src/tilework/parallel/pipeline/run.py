@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.internal import irecv, isend
@@ -198,7 +199,10 @@ class Execution:
         if self.loss is None:
             self.results[number] = result
             return ()
-        loss = self.loss(result, *(() if mine.target is None else (mine.target,)))
+        if mine.weight:
+            loss = self.loss(result, *(() if mine.target is None else (mine.target,)))
+        else:
+            loss = _zero_of(result)
         self.results[number] = result
         self.losses[number] = loss.detach()
         weighted = loss if mine.weight == 1 else loss * mine.weight
@@ -297,3 +301,9 @@ class Execution:
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
     is_wider = torch.promote_types(value.dtype, dtype) == dtype
     return value.to(dtype) if is_wider and value.is_floating_point() else value
+
+
+def _zero_of(result: Any) -> Tensor:
+    """Zero, whose gradients are zeros: the mean of no elements is no number."""
+    leaves = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
+    return sum((x.mul(0).nan_to_num().sum() for x in leaves), start=torch.zeros(()))

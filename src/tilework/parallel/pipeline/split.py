@@ -78,7 +78,9 @@ def names_of_cuts(
     elif how == "even" or isinstance(how, Mapping):
         cuts = _evenly(chain_of(model, how), stages)
     else:
-        cuts = [how] if isinstance(how, str) else list(how)
+        cuts = [how] if isinstance(how, str) else list(how or ())
+        if not all(isinstance(name, str) for name in cuts):
+            raise TypeError(f'split takes names of modules, "even" or "by time": got {how!r}')
     for name in cuts:
         if name not in modules:
             near = [known for known in modules if known.endswith(name.rpartition(".")[2])]

@@ -486,7 +486,7 @@ class StageWalk(Walk):
 
     def _receive(self) -> None:
         for key, tensor in self.received.items():
-            own = _Writable.apply(tensor)
+            own: Tensor = _Writable.apply(tensor)  # type: ignore[no-untyped-call]
             for ghost in self.values.pop(key, ()):
                 _become(ghost, own)
             self.values[key] = [own]
@@ -529,7 +529,7 @@ class _Writable(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 

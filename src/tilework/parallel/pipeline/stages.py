@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any, Literal, cast
 
 import torch
@@ -72,7 +73,7 @@ def pipeline(
         The stages of this rank.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is no module; mesh, schedule or split are of another kind.
         ValueError: Mesh, schedule and split do not fit, or the models of ranks differ.
         RuntimeError: Something crosses a cut that cannot; the error names the line.
 
@@ -120,6 +121,11 @@ def pipeline(
 
 
 def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
+    if not (isinstance(mesh, DeviceMesh) and isinstance(schedule, Schedule)):
+        raise TypeError(
+            f"pipeline takes a mesh and a schedule, as in pipeline(model, mesh['pp'], schedule="
+            f"Schedule.gpipe(ranks=2, microbatches=4)): got {mesh!r} and {schedule!r}"
+        )
     if mesh.ndim != 1:
         raise ValueError(f"a pipeline has a single axis, and {mesh} has {mesh.ndim}: mesh['pp']")
     if schedule.ranks != mesh.size():
@@ -191,7 +197,7 @@ class Stages(nn.Module):
         #: By name of a tied parameter, the name in the first of the stages that have it.
         self.first_names = {name: each[0] for each in names for name in each}
         self._ties = _ties_between_ranks(model, split, schedule)
-        self._steps = 0
+        self._steps = self._evaluations = 0
         self._routes: dict[int, Route] = {}
         self._dtypes: dict[Any, torch.dtype] = {}
         if example is not None:
@@ -326,7 +332,7 @@ class Stages(nn.Module):
         *inputs: Any,
         target: Any = None,
         loss: Loss | None = None,
-        weight: Weight = "rows",
+        weight: Weight | None = None,
         **kwargs: Any,
     ) -> Any:
         """The loss of a batch, or without ``loss`` the model's result, on every rank.
@@ -335,8 +341,11 @@ class Stages(nn.Module):
         :meth:`step`; call ``stages.eval()`` before, as for any module.
         """
         with torch.no_grad():
-            run = self._run((inputs, kwargs), target, loss, weight, None, trains=False)
-            return self._result_of(run) if loss is None else self._loss_of(run, target)
+            run = self._run((inputs, kwargs), target, loss, weight or "rows", None, trains=False)
+            if loss is None:
+                return self._result_of(run)
+            self._evaluations += 1
+            return self._loss_of(run, target, weight is None and is_due(self._evaluations))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Text by the model's own ``generate`` (Hugging Face), without a cache, on every rank.
@@ -351,9 +360,12 @@ class Stages(nn.Module):
         if not callable(getattr(part, "generate", None)):
             raise TypeError(f"{type(part).__name__} has no generate()")
 
+        own: Any = super(StageModule, cast("StageModule", part))
+
+        @wraps(own.forward.__func__)  # generate() reads the signature
         def forward(_: Any, input_ids: Tensor, **given: Any) -> Any:
-            names = {"attention_mask", "position_ids"} & given.keys()
-            rows = {n: given[n] for n in names if isinstance(given[n], Tensor)}
+            rows: dict[str, Any] = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+            rows.pop("cache_position", None)  # has no rows
             return self.evaluate(input_ids=input_ids, **rows, use_cache=False, return_dict=True)
 
         whole = shallow(part)
@@ -421,7 +433,8 @@ class Stages(nn.Module):
         if run.losses:
             pairs = zip(run.losses.values(), run.microbatches, strict=True)
             total = sum(
-                (each.reshape(()) * mine.weight for each, mine in pairs), start=torch.zeros(())
+                (each.reshape(()) * mine.weight for each, mine in pairs),
+                start=torch.zeros(()),
             )
             values[0] = total
             if checks and run.loss is not None:
@@ -444,7 +457,7 @@ class Stages(nn.Module):
             made = tree_flatten(run.results[number])[0] if run.results else expected
             leaves = [self._shared(x, e) for x, e in zip(made, expected, strict=True)]
             parts.append(tree_unflatten(leaves, spec))
-        return _joined(parts)
+        return _joined(parts, [mine.weight for mine in run.microbatches])
 
     def _shared(self, value: Any, expected: Any) -> Any:
         if not isinstance(expected, Tensor):
@@ -527,7 +540,7 @@ def _ties_between_ranks(
     return ties
 
 
-def _own_loss(result: Any) -> Tensor:
+def _own_loss(result: Any, *_: Any) -> Tensor:
     """The loss that a model computed."""
     loss = getattr(result, "loss", None) if not isinstance(result, Tensor) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -556,7 +569,7 @@ def rows_of(values: Any) -> int:
 
 def _microbatches(values: Any, count: int) -> list[Any]:
     rows = rows_of(values)
-    if rows < count:
+    if rows < max(count, 1):
         raise ValueError(
             f"the batch has {rows} rows, and the schedule {count} microbatches: each needs a row"
         )
@@ -573,6 +586,8 @@ def _weights(targets: Sequence[Any], rows: Sequence[int], weight: Weight) -> lis
     if not callable(weight):
         raise ValueError(f'weight is "rows", "sum" or a function of the target, got {weight!r}')
     counts = [float(weight(each)) for each in targets]
+    if not sum(counts):
+        raise ValueError("weight= counts no element in this batch: the mean of nothing is no loss")
     return [each / sum(counts) for each in counts]
 
 
@@ -580,18 +595,22 @@ def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
     """The loss of the whole batch, if it is not the microbatches' together; else 0."""
     assert run.loss is not None
     with torch.no_grad():
-        results = _joined([run.results[number] for number in range(len(run.microbatches))])
+        parts = [run.results[number] for number in range(len(run.microbatches))]
+        results = _joined(parts, [mine.weight for mine in run.microbatches])
         whole = run.loss(results, *(() if target is None else (target,)))
     close = 64 * torch.finfo(whole.dtype).eps
     return 0.0 if torch.allclose(whole, total, rtol=close, atol=close) else float(whole)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """The results of microbatches: tensors with rows one after the other."""
+def _joined(parts: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The results of microbatches: tensors with rows one after the other, weighted numbers."""
+
+    def total(*each: Tensor) -> Tensor:
+        return sum((x * w for x, w in zip(each, weights, strict=True)), start=each[0].new_zeros(()))
 
     def join(*each: Any) -> Any:
         if isinstance(each[0], Tensor):
-            return torch.cat(each) if each[0].dim() else torch.stack(each).mean()
+            return torch.cat(each) if each[0].dim() else total(*each)
         return each[0]
 
     return tree_map(join, *parts)
