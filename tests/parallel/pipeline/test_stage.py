@@ -112,9 +112,15 @@ def _replaces_buffer(m: Any, x: Tensor) -> Any:
     return x
 
 
+def _ends_later(m: Any, x: Tensor) -> Any:
+    m.times = getattr(m, "times", 0) + 1
+    return m.a(x) if m.times > 1 else m.d(m.c(m.a(x)))
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [
+        (_ends_later, "the model ends in stage 0, and went on for inputs of the same shapes"),
         (_twice, "a is in stage 0, and the model calls it in stage 1"),
         (_weight, "a.weight is in stage 0, and stage 1 uses it, at .*test_stage.py"),
         (_made_between, "makes at .*test_stage.py.* is used in stage 1, and is neither"),

@@ -605,9 +605,15 @@ class StageModule(nn.Module):
         walk = StageWalk(split, device, stage, received[0], received[1:])
         with self._gates(split, stage), walk.running():
             try:
-                return super().forward(*args, **kwargs)
+                result = super().forward(*args, **kwargs)
             except Reached:
                 return walk.sent()
+        if stage + 1 < split.stages:
+            raise RuntimeError(
+                f"the model ends in stage {stage}, and went on for inputs of the same shapes: "
+                f"stages can follow a forward only if shapes decide what it calls"
+            )
+        return result
 
     @contextmanager
     def _gates(self, split: Split, stage: int) -> Iterator[None]:
