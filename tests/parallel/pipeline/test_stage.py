@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.pipeline.models import alone, assert_equal, batch, piped, seeded, stages_of
 from tilework.parallel import Schedule
@@ -112,6 +113,10 @@ def _replaces_buffer(m: Any, x: Tensor) -> Any:
     return x
 
 
+def _checkpoints(m: Any, x: Tensor) -> Any:
+    return m.d(checkpoint(m.c, m.a(x), use_reentrant=False))
+
+
 def _ends_later(m: Any, x: Tensor) -> Any:
     m.times = getattr(m, "times", 0) + 1
     return m.a(x) if m.times > 1 else m.d(m.c(m.a(x)))
@@ -120,6 +125,7 @@ def _ends_later(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
+        (_checkpoints, r"call checkpoint\(\) in the modules"),
         (_ends_later, "the model ends in stage 0, and went on for inputs of the same shapes"),
         (_twice, "a is in stage 0, and the model calls it in stage 1"),
         (_weight, "a.weight is in stage 0, and stage 1 uses it, at .*test_stage.py"),

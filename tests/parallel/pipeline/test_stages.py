@@ -94,6 +94,20 @@ def test_tied_parameters_get_the_gradients_of_all_their_stages(split: list[str])
     torch.testing.assert_close(got, trained(Tied, None, clip=0.1))
 
 
+def test_a_step_that_raises_keeps_the_gradients_of_tied_parameters() -> None:
+    def program(rank: int) -> bool:
+        stages = stages_of(seeded(Tied), one_f_one_b(2, 2), ["b"])
+        x, target = batch(4)
+        stages.step(x, target=target, loss=F.mse_loss)
+        shared = next(p for n, p in stages.named_parameters() if n in ("a.weight", "b.weight"))
+        before = shared.grad
+        with pytest.raises(ValueError, match="rows"):
+            stages.step(x, target=target[:3], loss=F.mse_loss)
+        return before is not None and shared.grad is before
+
+    assert run_ranks(2, program) == [True, True]
+
+
 def test_clipping_takes_the_norm_over_all_stages() -> None:
     got = trained(Listed, one_f_one_b(3, 2), clip=0.5)
     torch.testing.assert_close(got, trained(Listed, None, clip=0.5))

@@ -537,7 +537,13 @@ class _Writable(torch.autograd.Function):
 def _become(ghost: Tensor, tensor: Tensor) -> None:
     """Make a ghost the tensor, for all that refer to it; in the ghost's dtype."""
     own = tensor.view_as(tensor) if ghost.dtype == tensor.dtype else tensor.to(ghost.dtype)
-    torch.utils.swap_tensors(ghost, own)  # type: ignore[no-untyped-call]
+    try:
+        torch.utils.swap_tensors(ghost, own)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "autograd holds a value of another stage, as checkpoint() between modules makes it do: "
+            "call checkpoint() in the modules, or wrap them in checkpoint_wrapper"
+        ) from error
 
 
 # -- modules ---------------------------------------------------------------------------------------

@@ -319,7 +319,12 @@ class Stages(nn.Module):
                 "counts the elements of the mean"
             )
         ties = self._take_tied_grads()
-        run = self._run((inputs, kwargs), target, loss or _own_loss, weight or "rows", scaler)
+        try:
+            run = self._run((inputs, kwargs), target, loss or _own_loss, weight or "rows", scaler)
+        except BaseException:
+            for parameter, before, _ in ties:
+                parameter.grad = before
+            raise
         self._reduce_ties(ties)
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self._device))  # makes the scale on every rank
