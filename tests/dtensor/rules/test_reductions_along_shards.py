@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.dtensor.sharded_values import cut, full, same
 from tests.layout.random_tilings import examples
@@ -52,22 +50,3 @@ def test_topk_moves_candidates_only() -> None:
         return log.nbytes
 
     assert run_ranks(4, rank)[0] == 3 * 2 * (4 + 8)  # of the other ranks: values and indices
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Shard(0, (0, 1, 6)), Shard(0, turns=2), Shard(1)])
-def test_logcumsumexp(placement: Shard) -> None:
-    torch.manual_seed(0)
-    whole = torch.randn(7, 3, dtype=torch.float64) * 20
-    whole[:2, 0] = -torch.inf
-    plain = whole.clone().requires_grad_()
-    want = plain.logcumsumexp(0)
-    want[:, 1:].square().sum().backward()  # type: ignore[no-untyped-call]
-
-    def rank(rank: int) -> None:
-        x: Any = cut(whole.clone().requires_grad_(), init_device_mesh("cpu", (3,)), [placement])
-        found: Tensor = x.logcumsumexp(0)
-        same(found, want)
-        found[:, 1:].square().sum().backward()  # type: ignore[no-untyped-call]
-        assert_close(full(x.grad)[:, 1:], plain.grad[:, 1:])  # type: ignore[index]
-
-    run_ranks(3, rank)

@@ -92,15 +92,10 @@ def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
     return keep_inputs_in_graph(counts.to(dtype), weights)
 
 
-def _logsumexp(x: Tensor, dim: int, keepdim: bool, dtype: torch.dtype) -> Tensor:
-    return x.logsumexp(dim, keepdim)
-
-
 #: The total of a shard, and the function that combines it with later shards.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "cumsum": (torch.sum, torch.add),
     "cumprod": (torch.prod, torch.mul),
-    "logcumsumexp": (_logsumexp, torch.logaddexp),
 }
 
 
@@ -166,10 +161,17 @@ def _scan(input: Tensor, totals: Tensor, name: str, dim: int) -> Tensor:
 
 
 def _accumulated(x: Tensor, name: str, dim: int) -> Tensor:
-    if name == "logcumsumexp":
-        return x.logcumsumexp(dim)
     result: Tensor = getattr(torch, name)(x, dim, dtype=x.dtype)
     return result
+
+
+def _in_ranges(input: Tensor) -> Tensor:
+    """The values, reduced, in shards that have an order: of no blocks that are dealt in turns."""
+    values = reduce_partial(input)
+    if not isinstance(values, DTensor):
+        return values
+    spec = values._spec.without_turns
+    return values.redistribute(placements=spec.placements, order=spec.order)
 
 
 def _register(name: str) -> None:
@@ -185,7 +187,7 @@ def _register(name: str) -> None:
             kind = dtype or torch.int64
 
         def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
-            values = reduce_partial(input).to(kind)
+            values = _in_ranges(input).to(kind)
             return _scan(values, _shard_totals(values, name, dims[0]), name, dims[0])
 
         return Decomposition(run)
@@ -219,20 +221,6 @@ def _cloned(input: Tensor, *_: Any, **__: Any) -> Tensor:
 @dtensor_rule("to_dense", may_be_input=True)
 def _to_dense(input: Arg, dtype: torch.dtype | None = None, **_: Any) -> RuleResult:
     return pointwise([input], rearranges=dtype in (None, input.dtype))
-
-
-@dtensor_rule("logcumsumexp")
-def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    if not dims or not input.is_sharded(dims[0]) or not input.dtype.is_floating_point:
-        return None
-
-    def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
-        values = reduce_partial(input)
-        totals = _shard_totals(values, "logcumsumexp", dims[0])
-        return _scan(values, totals, "logcumsumexp", dims[0])
-
-    return Decomposition(run)
 
 
 # -- the greatest along a dim ------------------------------------------------------------------
