@@ -144,7 +144,7 @@ _LEFT_OUT: Final[Sequence[tuple[str, str, dict[str, tuple[str, str]]]]] = (
              "checkpoint_wrapper, which computes them again"),
     }),
     ("tilework.dtensor", "torch.distributed.tensor.experimental", {
-        "context_parallel context_parallel_unshard set_rotate_method":
+        "context_parallel_unshard set_rotate_method":
             ("attention takes inputs that are sharded along the sequence as they are",
              "parallelize_module(model, mesh, ContextParallel()), or distribute_tensor(x, mesh, "
              "[Shard(sequence_dim)]); tilework.dtensor.context_parallel(way) chooses how "
@@ -266,6 +266,8 @@ _DIFFERENCES: Final[Sequence[tuple[str, dict[str, str]]]] = (
          "DeviceMesh(_root_mesh)"): "private; `MeshSpec` is a mesh without groups",
     }),
     ("tilework.dtensor", {
+        "context_parallel(*)":
+            "it chooses the way of attention; tensors are sharded before, by `distribute_tensor`",
         "Partial.ALL_REDUCE_OPS Partial.LINEAR_REDUCE_OPS":
             "the error for an unknown reduction lists all reductions",
         "Placement.*": "`Placement` is the union of the three classes, which have these methods",

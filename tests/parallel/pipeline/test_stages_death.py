@@ -30,11 +30,12 @@ def _dies(rank: int) -> str:
     return "nothing was raised"
 
 
-def test_ranks_that_are_left_name_a_killed_stage(tmp_path: Path) -> None:
-    def watch(rank: int) -> None:
-        (tmp_path / str(rank)).write_text(_dies(rank))
+def watch(rank: int, folder: str) -> None:
+    (Path(folder) / str(rank)).write_text(_dies(rank))
 
+
+def test_ranks_that_are_left_name_a_killed_stage(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"rank 1|SIGKILL"):
-        spawn(watch, nprocs=3, start="fork")
+        spawn(watch, (str(tmp_path),), nprocs=3, start="spawn")
     left = {each.name: each.read_text() for each in tmp_path.iterdir()}
     assert left == {"0": "True True", "2": "True True"}
