@@ -70,6 +70,7 @@ _ROWS = (
     # Each step of a fully sharded module needs all parts of the package.
     ("parallel", "fully_sharded/*", "fully_sharded"),
     ("parallel", "pipeline/actions pipeline/listing pipeline/notation", "pipeline/test_schedule"),
+    ("parallel", "pipeline/results", "pipeline/test_stages"),
     ("parallel", "resilient/*", "resilient"),
     ("parallel", "tensor_parallel/*", "tensor_parallel/test_styles tensor_parallel/test_deriving"),
     ("plan", "*", "test_job test_mismatches"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -196,18 +198,50 @@ def test_an_evaluated_loss_that_is_no_mean_over_rows_needs_a_weight() -> None:
         run_ranks(2, program)
 
 
-class Averaging(Listed):
+@dataclass
+class Output:
+    result: Tensor
+
+
+class Returning(Listed):
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.returns = returns
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        return super().forward(x).mean()
+        return self.returns(super().forward(x))
 
 
-def test_a_number_among_results_is_the_mean_over_rows() -> None:
-    def program(rank: int) -> float:
-        result: Tensor = stages_of(seeded(Averaging), one_f_one_b(2, 3)).evaluate(batch(7)[0])
-        return result.item()
+def _evaluated(returns: Callable[[Tensor], Any], rows: int = 6, **options: Any) -> list[Any]:
+    def program(rank: int) -> Any:
+        stages = stages_of(seeded(lambda: Returning(returns)), one_f_one_b(2, 3))
+        return stages.evaluate(batch(rows)[0], **options)
 
-    expected = seeded(Averaging)(batch(7)[0]).item()
-    assert run_ranks(2, program) == pytest.approx([expected] * 2)
+    return run_ranks(2, program)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_results_of_rows_are_joined_and_numbers_weighted(rows: int) -> None:
+    def returns(x: Tensor) -> Any:
+        return {"rows": x, "none": None, "more": [(x * 2).sum(1), x.mean()]}
+
+    expected = returns(seeded()(batch(rows)[0]))
+    torch.testing.assert_close(_evaluated(returns, rows, weight="rows"), [expected] * 2)
+
+
+@pytest.mark.parametrize(
+    ("returns", "text"),
+    [
+        (Output, "result is Output for 2 rows"),
+        (lambda x: (x, x.shape[0]), r"result\[1\] is int for 2 rows"),
+        (lambda x: (x, x.t() @ x), r"result\[1\] is \[2, 2\] .* 2 rows, \[2, 2\] .* all 6"),
+        (lambda x: {"loss": x.mean()}, r"result\['loss'\] is \[\] .*pass weight="),
+        (lambda x: [x, ()], r"result\[1\] is an empty tuple"),
+    ],
+)
+def test_other_results_are_refused_on_all_ranks(returns: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _evaluated(returns)
 
 
 @pytest.mark.parametrize(

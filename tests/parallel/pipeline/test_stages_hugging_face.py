@@ -96,3 +96,20 @@ def test_generation_sees_padding() -> None:
 
     expected = seeded(gpt2).eval().generate(tokens, **options).tolist()
     assert run_ranks(2, program) == [expected] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False, "output_hidden_states": True}])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_modules_of_all_stages_collect_is_refused(
+    options: dict[str, Any], hooked: bool
+) -> None:
+    tokens, _ = _tokens(5)
+
+    def program(rank: int) -> None:
+        model = seeded(llama).eval()
+        if hooked:  # the first time makes hooks
+            model(tokens, output_hidden_states=True)
+        with pytest.raises(ValueError, match="use_cache=False"):
+            stages_of(model, plans[0]).evaluate(tokens, **options)
+
+    run_ranks(2, program)

@@ -21,6 +21,7 @@ from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
+from tilework.parallel.pipeline.results import check_made, check_results
 from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Scaler
 from tilework.parallel.pipeline.schedule import Schedule
 from tilework.parallel.pipeline.split import (
@@ -344,8 +345,16 @@ class Stages(nn.Module):
 
         Without gradients, in microbatches. Collective over the mesh; blocks. Arguments as for
         :meth:`step`; call ``stages.eval()`` before, as for any module.
+
+        A result is a tensor whose dim 0 has the rows of the inputs, or a tuple, list, dict or
+        Hugging Face's output of these. Numbers, such as a model's own loss, need ``weight``.
+
+        Raises:
+            ValueError: As for :meth:`step`; or the result has something else.
         """
         with torch.no_grad():
+            if loss is None:
+                self._check_result((inputs, kwargs), target, is_weighted=weight is not None)
             run = self._run((inputs, kwargs), target, loss, weight or "rows", None, trains=False)
             if loss is None:
                 return self._result_of(run)
@@ -393,9 +402,7 @@ class Stages(nn.Module):
         scaler: Scaler | None,
         trains: bool = True,
     ) -> Execution:
-        count = self.schedule.microbatches
-        count = count if trains else min(count, rows_of((given, target)))
-        cut = _microbatches((given, target), count)
+        cut = self._cut(given, target, trains)
         weights = _weights([t for _, t in cut], [rows_of(each) for each in cut], weight)
         batches = []
         for ((args, kwargs), part), factor in zip(cut, weights, strict=True):
@@ -410,6 +417,12 @@ class Stages(nn.Module):
             self._dtype = self._loss_dtype(batches[0], loss)
         run.run()
         return run
+
+    def _cut(self, given: Any, target: Any, trains: bool) -> list[Any]:
+        """The microbatches; in an evaluation no more than rows."""
+        count = self.schedule.microbatches
+        count = count if trains else min(count, rows_of((given, target)))
+        return _microbatches((given, target), count)
 
     def _note(self, route: Route) -> Route:
         self._routes[id(route)] = route
@@ -454,8 +467,17 @@ class Stages(nn.Module):
             )
         return values[0]
 
+    def _check_result(self, given: Any, target: Any, *, is_weighted: bool) -> None:
+        """Refuse results that microbatches do not make together as the whole batch does."""
+        cut = self._cut(given, target, trains=False)
+        whole = self._twin.route(given[0], given[1], self.training).result
+        for each, _ in cut:
+            part = self._twin.route(each[0], each[1], self.training).result
+            check_results(part, whole, rows_of(each), rows_of(given), is_weighted, len(cut) == 1)
+
     def _result_of(self, run: Execution) -> Any:
         """The model's results of all microbatches together, on every rank."""
+        agree(lambda: check_made(run), self._group)
         parts = []
         for number, mine in enumerate(run.microbatches):
             expected, spec = tree_flatten(mine.route.result)
@@ -609,6 +631,8 @@ def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
 
 def _joined(parts: Sequence[Any], weights: Sequence[float]) -> Any:
     """The results of microbatches: tensors with rows one after the other, weighted numbers."""
+    if len(parts) == 1:
+        return parts[0]
 
     def total(*each: Tensor) -> Tensor:
         return sum((x * w for x, w in zip(each, weights, strict=True)), start=each[0].new_zeros(()))
