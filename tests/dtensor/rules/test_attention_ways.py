@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests.tables import each
@@ -360,3 +361,26 @@ def test_a_mask_is_broadcast_as_on_one_process_or_refused(way: Way, shape: tuple
             run_ranks(2, program)
     else:
         torch.testing.assert_close(run_ranks(2, program)[0], sdpa(x, x, x, attn_mask=mask))
+
+
+@each("low", [torch.finfo(torch.float32).min, -1e9])
+def test_a_ring_attends_to_all_keys_of_a_row_that_is_wholly_masked_by_numbers(low: float) -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 2, 13, 8), torch.zeros(13, 13)
+    mask[3] = mask[12] = low
+    x.requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other kernel has wrong gradients of such rows
+        want = sdpa(x, x, x, mask)
+        want.square().sum().backward()
+
+    def program(rank: int) -> tuple[Tensor, Tensor]:
+        mesh = init_device_mesh("cpu", (3,))
+        mine = distribute_tensor(x.detach(), mesh, CUT).requires_grad_()
+        with context_parallel("ring"):
+            made: Any = sdpa(mine, mine, mine, distribute_tensor(mask, mesh, [Replicate()]))
+        made.square().sum().backward()
+        assert isinstance(mine.grad, DTensor)
+        return made.full_tensor().detach(), mine.grad.full_tensor()
+
+    want_all = want.detach(), x.grad
+    torch.testing.assert_close(run_ranks(3, program)[0], want_all, rtol=1e-4, atol=1e-4)

@@ -187,6 +187,7 @@ class Block:
         kept: The factor of each weight, as dropout draws it; None: all are 1.
         scale: The factor of scores.
         flash: True if torch's kernel serves; else a matrix of weights is made.
+        shift: Taken from the masked scores of each query, without ``flash``; None: nothing.
     """
 
     query: Tensor
@@ -197,6 +198,7 @@ class Block:
     kept: Tensor | None
     scale: float
     flash: bool
+    shift: Tensor | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The result, and the logarithm of the sum of weights of each query."""
@@ -237,7 +239,8 @@ class Block:
         if self.causal:
             later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
             scores = scores.masked_fill(later, -math.inf)
-        return scores if self.mask is None else scores + self.mask
+        scores = scores if self.mask is None else scores + self.mask
+        return scores if self.shift is None else scores - self.shift
 
 
 def _weights(scores: Tensor, logs: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ from tilework.dtensor.rules.attention_blocks import (
 )
 from tilework.dtensor.spec import DTensorSpec, Ints
 
+#: Logarithms up to this one keep their digits behind the point.
+_PRECISE = 64
+
 
 @dataclass(frozen=True)
 class Dropout:
@@ -123,6 +126,7 @@ class AttentionPart:
         specs: The layouts of query and key, for messages.
         dropout: What is dropped; None: nothing.
         leading: The local shape of the leading dims of the query, for dropout.
+        shift: Taken from the masked scores of each query; None: nothing.
     """
 
     holders: Holders
@@ -133,6 +137,7 @@ class AttentionPart:
     specs: tuple[DTensorSpec, DTensorSpec] | None = None
     dropout: Dropout | None = None
     leading: Ints = ()
+    shift: Tensor | None = None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
@@ -149,14 +154,17 @@ class AttentionPart:
                 to a key, or added to scores.
         """
         query, key, value = self.cast(query, key, value)
-        shape = query.shape
+        shape, shift = query.shape, None
         if mask is not None:
             if mask.dtype is torch.bool:
                 mask = torch.zeros_like(mask, dtype=wide(query[:0]).dtype).masked_fill(
                     ~mask, -math.inf
                 )
-            mask = _four(wide(mask).expand(*shape[:-1], mask.shape[-1]))
-        part = replace(self, leading=tuple(shape[:-2]))
+            mask = wide(mask)
+            if (shift := _shift_of(mask)) is not None:
+                shift = _four(shift.expand(*shape[:-1], 1))
+            mask = _four(mask.expand(*shape[:-1], mask.shape[-1]))
+        part = replace(self, leading=tuple(shape[:-2]), shift=shift)
         four = _four(query), _four(key), _four(value)
         out, logs = _Attention.apply(*four, mask, part)  # type: ignore[no-untyped-call]
         if causes.watchers:
@@ -186,7 +194,7 @@ class AttentionPart:
         sharing = query.shape[1] // max(key.shape[1], 1)
         if sharing > 1:
             key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
-        flash = self.dropout is None and has_kernel(query, key, value)
+        flash = self.dropout is None and self.shift is None and has_kernel(query, key, value)
         for piece in self.pattern.pieces(self.queries, keys):
             q, k, v = query[:, :, piece.queries], key[:, :, piece.keys], value[:, :, piece.keys]
             if 0 in q.shape[:2]:
@@ -200,7 +208,8 @@ class AttentionPart:
             kept = None
             if self.dropout is not None:
                 kept = self.dropout.factors(query, piece, self.leading)
-            yield piece, Block(q, k, v, piece.causal, added, kept, self.scale, flash)
+            shift = None if self.shift is None else self.shift[:, :, piece.queries]
+            yield piece, Block(q, k, v, piece.causal, added, kept, self.scale, flash, shift)
 
     def _columns(self, mask: Tensor, piece: BlockPlace) -> Tensor:
         start = piece.first[1]
@@ -273,6 +282,19 @@ class KeyMessage:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
+def _shift_of(mask: Tensor) -> Tensor | None:
+    """The maximum of each row of a mask; None if all are so small that sums keep their digits.
+
+    A row may be wholly finfo.min: then the logarithm of a sum of weights would lose the number of
+    its keys.
+    """
+    if 0 in mask.shape or mask.is_meta:
+        return None
+    top = mask.amax(-1, keepdim=True)
+    top = top.masked_fill(~top.isfinite(), 0)
+    return top if bool((top.abs() > _PRECISE).any()) else None
+
+
 def _four(x: Tensor) -> Tensor:
     """The tensor with four dims."""
     if x.dim() > 4:
@@ -311,7 +333,7 @@ class _Attention(LocalFunction):
         ctx.part = part
         ctx.of = Moved(provenance_digest.digest(), "scaled_dot_product_attention")
         ctx.mark_non_differentiable(logs)
-        return out.to(query.dtype), logs
+        return out.to(query.dtype), logs if part.shift is None else logs + part.shift.squeeze(-1)
 
     @staticmethod
     @once_differentiable
