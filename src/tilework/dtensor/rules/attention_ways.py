@@ -120,10 +120,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> RuleResult:
     tensors = query, key, value
-    if any(tensor.ndim < 2 + enable_gqa for tensor in tensors) or (
-        is_causal and attn_mask is not None
-    ):
+    if any(tensor.ndim < 2 + enable_gqa for tensor in tensors):
         return None  # torch raises when the call runs
+    if is_causal and attn_mask is not None:
+        # Some kernels apply both, others raise: all ranks run the whole call, as one process does.
+        return None
     if not fits(attn_mask, tensors, enable_gqa):
         return None  # as above
     if sequence_axes(query.spec, key.spec, value.spec):
