@@ -169,3 +169,20 @@ def test_other_tokens_on_each_rank_are_refused() -> None:
 
     with pytest.raises(Exception, match="differ"):
         run_ranks(2, program)
+
+
+def test_inputs_without_a_dim_for_the_sequence_are_refused() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(Model(), mesh, ContextParallel(sequence_dim=5))(batch(), batch())
+
+    with pytest.raises(ValueError, match=r"no input has this dim: their shapes are \[\[2, 11\]"):
+        run_ranks(2, program)
+
+
+def test_a_mesh_of_several_axes_needs_none_for_a_plan_of_this_style_alone() -> None:
+    def program(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        return trained(parallelize_module(Model(), mesh, ContextParallel(sequence_dim=-1)), batch())
+
+    assert run_ranks(4, program)[0] == pytest.approx(trained(Model(), batch()), abs=1e-6)

@@ -37,7 +37,7 @@ class ContextParallel(ParallelStyle):
         axis: The axis, by name or number, where the mesh has several axes.
 
     Raises:
-        ValueError: There is no such way.
+        ValueError: There is no such way; or, on a forward, no input has the dim ``sequence_dim``.
 
     Example:
         >>> import torch
@@ -65,14 +65,20 @@ class ContextParallel(ParallelStyle):
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = tensors_of((inputs, kwargs))
-            length = next((x.shape[dim] for x in given if x.dim() > dim), None)
+            length = next((x.shape[dim] for x in given if _has(x, dim)), None)
+            if length is None and not all(isinstance(x, DTensor) for x in given):
+                raise ValueError(
+                    f"{self} shards dim {dim} of inputs, and no input has this dim: their shapes "
+                    f"are {[list(x.shape) for x in given]}. Pass sequence_dim=, the dim of the "
+                    f"sequence"
+                )
 
             def sharded(x: Tensor) -> Tensor:
                 if isinstance(x, DTensor):
                     return x
                 placements: list[Any] = [Replicate()] * device_mesh.ndim
-                if x.dim() > dim and x.shape[dim] == length:
-                    placements[number] = Shard(dim)
+                if _has(x, dim) and x.shape[dim] == length:
+                    placements[number] = Shard(dim % x.dim())
                 whole = DTensor.from_local(x, device_mesh, [Replicate()] * device_mesh.ndim)
                 return whole.redistribute(placements=placements)
 
@@ -110,6 +116,10 @@ class ContextParallel(ParallelStyle):
             f"ContextParallel(sequence_dim={self.sequence_dim}, way={self.way!r}, "
             f"axis={self.axis!r})"
         )
+
+
+def _has(x: Tensor, dim: int) -> bool:
+    return -x.dim() <= dim < x.dim()
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ def parallelize_module(
             Face model is a plan, too: a style may be a word of it, such as "colwise", and a
             name that of a parameter then.
         src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
-        axis: The plan's axis, by name or number, where the mesh has more than one.
+        axis: The plan's axis, by name or number, where the mesh has more than one. Styles with
+            ``_apply``, as ``ContextParallel``, need none.
 
     Returns:
         ``module``, or the module that a style with ``_apply`` returned.
@@ -195,12 +196,12 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a plan changes nothing", stacklevel=2)
         return module
-    mesh_axis = MeshAxis(mesh, _number(mesh, axis))
     plan = _checked(parallelize_plan)
     styled = list(_resolved(module, plan))
     matched = {each.pattern for each in styled}
     unmatched = tuple(name for name in plan if name not in matched)
     native = [each for each in styled if not each.style.applies_itself]
+    mesh_axis = MeshAxis(mesh, _number(mesh, axis) if native else 0)  # others have their own axis
     parameters = _Parameters()
     for each in native:
         parameters.add(each)
