@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models.hugging_face import VOCABULARY, build, transformers
 from tests.tables import each
-from tilework.dtensor import init_device_mesh
+from tilework.dtensor import Shard, arange, init_device_mesh
 from tilework.parallel import ContextParallel, parallelize_module
 from tilework.testing import run_ranks
 
@@ -72,3 +72,27 @@ def test_training_is_that_of_one_process(name: str, ranks: int, way: str, padded
         return trained(parallelize_module(mine, mesh, ContextParallel(way=way)), padded)
 
     assert run_ranks(ranks, program)[0] == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", ["auto", "ring"])
+def test_blocks_dealt_in_turns_train_as_one_process(way: str) -> None:
+    plain = model_of("llama")
+    wanted = trained(copy.deepcopy(plain), padded=False)
+
+    def program(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        style = ContextParallel(turns=2, way=way)
+        return trained(parallelize_module(copy.deepcopy(plain), mesh, style), padded=False)
+
+    assert run_ranks(2, program)[0] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_turns_give_each_rank_as_many_causal_pairs(ranks: int) -> None:
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (ranks,))
+        places = arange(1000, device_mesh=mesh, placements=[Shard(0, turns=2)]).to_local()
+        return float((places + 1).sum())  # a query sees the keys up to its own place
+
+    pairs = run_ranks(ranks, program)
+    assert max(pairs) / (sum(pairs) / ranks) <= 1.05

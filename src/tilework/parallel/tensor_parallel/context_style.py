@@ -35,9 +35,11 @@ class ContextParallel(ParallelStyle):
         sequence_dim: The dim of the inputs that is the sequence.
         way: The way of attention, also where a checkpointed layer is computed again.
         axis: The axis, by name or number, where the mesh has several axes.
+        turns: 2 deals two blocks of the sequence to each rank, forth and back, so that ranks have
+            equally much to do in causal attention: see :class:`~tilework.layout.Shard`.
 
     Raises:
-        ValueError: There is no such way; or, on a forward, no input has the dim ``sequence_dim``.
+        ValueError: There is no such way, or number of turns; or, on a forward, no input has the dim ``sequence_dim``.
 
     Example:
         >>> import torch
@@ -54,9 +56,17 @@ class ContextParallel(ParallelStyle):
         torch.Size([1, 3, 8])
     """
 
-    def __init__(self, *, sequence_dim: int = 1, way: Any = "auto", axis: str | int = "cp") -> None:
+    def __init__(
+        self,
+        *,
+        sequence_dim: int = 1,
+        way: Any = "auto",
+        axis: str | int = "cp",
+        turns: int = 1,
+    ) -> None:
+        Shard(0, turns=turns)  # raises for a wrong number
         with context_parallel(way):  # raises for another
-            self.sequence_dim, self.way, self.axis = sequence_dim, way, axis
+            self.sequence_dim, self.way, self.axis, self.turns = sequence_dim, way, axis, turns
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Replicate parameters, and shard the module's inputs. Collective over the mesh; blocks."""
@@ -78,7 +88,7 @@ class ContextParallel(ParallelStyle):
                     return x
                 placements: list[Any] = [Replicate()] * device_mesh.ndim
                 if _has(x, dim) and x.shape[dim] == length:
-                    placements[number] = Shard(dim % x.dim())
+                    placements[number] = Shard(dim % x.dim(), turns=self.turns)
                 whole = DTensor.from_local(x, device_mesh, [Replicate()] * device_mesh.ndim)
                 return whole.redistribute(placements=placements)
 
@@ -114,7 +124,7 @@ class ContextParallel(ParallelStyle):
     def __repr__(self) -> str:
         return (
             f"ContextParallel(sequence_dim={self.sequence_dim}, way={self.way!r}, "
-            f"axis={self.axis!r})"
+            f"axis={self.axis!r}, turns={self.turns})"
         )
 
 
