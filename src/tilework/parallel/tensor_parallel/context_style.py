@@ -39,7 +39,8 @@ class ContextParallel(ParallelStyle):
             equally much to do in causal attention: see :class:`~tilework.layout.Shard`.
 
     Raises:
-        ValueError: There is no such way, or number of turns; or, on a forward, no input has the dim ``sequence_dim``.
+        ValueError: There is no such way, or number of turns; or, on a forward, no input has the dim
+            ``sequence_dim``.
 
     Example:
         >>> import torch
