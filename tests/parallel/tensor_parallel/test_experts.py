@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import tilework.distributed as dist
 from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor
-from tilework.errors import DistError
+from tilework.errors import CollectiveMismatchError, DistError
 from tilework.mesh import init_device_mesh
 from tilework.parallel import (
     DistributedDataParallel,
@@ -415,3 +415,49 @@ def test_logits_of_other_rows_raise_on_all_ranks(dispatch: Any) -> None:
         assert len(out) == ROWS
 
     run_ranks(2, program)
+
+
+class Bent(nn.Module):
+    """Experts whose result is not linear in the weights."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(4, FEATURES))
+
+    def forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        if self.how == "normalized":
+            weights = weights / weights.sum(1, keepdim=True)
+        made = self.weight[experts] * weights[..., None] * rows[:, None]
+        made = {"tanh": made.tanh(), "one more": made + 1, "relu": made.relu()}.get(self.how, made)
+        return made.sum(1)
+
+
+@pytest.mark.parametrize("how", ["tanh", "one more", "normalized", "relu", "linear"])
+def test_a_module_that_is_not_linear_in_weights_raises_on_all_ranks(how: str) -> None:
+    def program(rank: int) -> None:
+        experts = parallelize_module(Bent(how), init_device_mesh("cpu", (2,)), ExpertParallel())
+        torch.manual_seed(0)
+        rows = torch.randn(3 * rank, FEATURES)  # a rank without rows raises, too
+        ids, weights = torch.full((3 * rank, 2), 1), torch.randn(3 * rank, 2)
+        if how == "linear":
+            torch.testing.assert_close(experts(rows, ids, weights), Bent(how)(rows, ids, weights))
+            return
+        with pytest.raises(ValueError, match=r"not linear in the weights of experts \(on ranks"):
+            experts(rows, ids, weights)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("other", [{"capacity": 1.0}, {"dispatch": "replicate"}])
+def test_other_arguments_on_ranks_raise_on_all(other: Any) -> None:
+    def program(rank: int) -> None:
+        style = ExpertParallel(**(other if rank else {}))
+        with pytest.raises(CollectiveMismatchError, match="other styles for the module"):
+            parallelize_module(Experts(4), init_device_mesh("cpu", (2,)), style)
+
+    run_ranks(2, program)
+
+
+def test_a_capacity_that_is_no_number_raises() -> None:
+    with pytest.raises(TypeError, match="capacity is a number or None, got '1'"):
+        ExpertParallel(capacity="1")  # type: ignore[arg-type]

@@ -20,17 +20,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.functional.internal import all_gather_tensor, all_reduce, all_to_all_single
+from tilework.comm.operations.internal import agree
 from tilework.comm.provenance_digest import carrying
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import digest_of, layout_of
+from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial, Placement, Replicate, Shard, chunk_offsets, chunk_sizes
 from tilework.mesh import DeviceMesh
+from tilework.parallel.passes import is_due
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.show import Page, TextTable
 
 _NAME = "expert_parallel"
+#: The most rows with which linearity is tried.
+_TRIED = 8
 
 
 class ExpertParallel(ParallelStyle):
@@ -57,8 +63,12 @@ class ExpertParallel(ParallelStyle):
             adds nothing to them, and their gradient is zero.
 
     Raises:
+        TypeError: ``capacity`` is no number.
         ValueError: An argument is none of these; or, on forward, on all ranks: an expert's number
-            is out of range, or a weight is NaN.
+            is out of range, a weight is NaN, or the module is not linear in weights. That is tried
+            in the first forwards, and in some later ones, with a few of a rank's rows, in the
+            module's eval mode; twice the weight must give twice the result.
+        CollectiveMismatchError: By ``parallelize_module``: ranks have other arguments.
 
     Example:
         >>> import torch
@@ -88,6 +98,8 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         if dispatch not in ("rows", "replicate"):
             raise ValueError(f'dispatch must be "rows" or "replicate", got {dispatch!r}')
+        if isinstance(capacity, bool) or not isinstance(capacity, int | float | None):
+            raise TypeError(f"capacity is a number or None, got {capacity!r}")
         if capacity is not None and not 0 < capacity < math.inf:
             raise ValueError(
                 f"capacity is a multiple of the mean of rows per expert, above 0, got {capacity!r}"
@@ -114,6 +126,14 @@ class ExpertParallel(ParallelStyle):
         return dict.fromkeys(own, Shard(0))
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        group = axis.mesh.get_group(axis.number)
+        styles = agree(lambda: repr(self), group)
+        if len(set(styles)) > 1:
+            each = dict(zip(group.global_ranks, styles, strict=True))
+            raise CollectiveMismatchError(
+                f"ranks have other styles for {axis.layer}: {each}. Pass the same arguments on all",
+                ranks=tuple(group.global_ranks),
+            )
         vars(module)[_NAME] = _Experts(self, axis, _function_of(module))
         module.forward = MethodType(_forward, module)  # a deep copy's is bound to the copy
 
@@ -195,6 +215,8 @@ class _Experts:
     #: The module's forward, for any rows and experts.
     function: Callable[..., Any]
     last: _Dispatch | None = None
+    #: The number of forwards.
+    calls: int = 0
     balances: list[weakref.ref[_Balance]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: object) -> _Experts:
@@ -270,11 +292,14 @@ class _Experts:
         (size, top), count = ids.shape, self._count(module)
         flat = ids.reshape(-1).long()
         group = self.axis.mesh.get_group(self.axis.number)
-        dispatch = self._exchanged_counts(flat, weights, count, group)
+        rank, ranks = group.rank(), group.size()
+        offsets, sizes = chunk_offsets(count, ranks), chunk_sizes(count, ranks)
+        self.calls += 1
+        wrong = is_due(self.calls) and not self._is_linear(module, tensors, placements, sizes[rank])
+        dispatch = self._exchanged_counts(flat, weights, count, (group, wrong))
         self._note_balance(flat, weights, dispatch, placements)
-        sent, rank = dispatch.sent, group.rank()
+        sent = dispatch.sent
         kept = _kept(flat, sent[rank])
-        offsets, sizes = chunk_offsets(count, len(sent)), chunk_sizes(count, len(sent))
         mine = slice(offsets[rank], offsets[rank] + sizes[rank])
         outgoing = [sum(sent[rank][o : o + n]) for o, n in zip(offsets, sizes, strict=True)]
         incoming = [sum(row[mine]) for row in sent]
@@ -305,14 +330,58 @@ class _Experts:
         """The number of all experts."""
         return next(module.parameters()).shape[0]
 
-    def _exchanged_counts(self, flat: Tensor, weights: Tensor, count: int, group: Any) -> _Dispatch:
-        """The rows of each rank for each expert; raises on all ranks if a rank has bad numbers."""
+    def _is_linear(
+        self,
+        module: nn.Module,
+        tensors: tuple[Tensor, ...],
+        placements: list[Placement] | None,
+        experts: int,
+    ) -> bool:
+        """False if this rank's experts give another result than linear ones for some rows. Local.
+
+        Powers of two, and signs, do not change rounding: results are equal bit for bit.
+        """
+        rows, ids, weights = (each.detach() for each in tensors)
+        few = rows[rows.any(1)][:_TRIED] if len(rows) else rows  # zeros tell nothing
+        if not len(few) or not experts:
+            return True
+        numbers = torch.arange(len(few), device=ids.device).remainder(experts).to(ids.dtype)
+        factors = [2.0, -1.0] if bool((weights < 0).any()) else [2.0]
+        with torch.no_grad(), _evaluating(module), self._local_weights(module, placements, experts):
+            once, *others = [
+                self.function(module, few.clone(), numbers[:, None], few.new_full((len(few), 1), w))
+                for w in (1.0, *factors)
+            ]
+        pairs = [(once * w, other) for w, other in zip(factors, others, strict=True)]
+        return all(
+            bool(((a == b) | ~(a.isfinite() & b.isfinite())).all()) or a.shape != few.shape
+            for a, b in pairs
+        )
+
+    def _exchanged_counts(
+        self, flat: Tensor, weights: Tensor, count: int, state: tuple[ProcessGroup, bool]
+    ) -> _Dispatch:
+        """The rows of each rank for each expert; raises on all ranks if a rank has bad numbers.
+
+        ``state`` is the group, and True if this rank's experts are not linear.
+        """
+        group, wrong = state
         bad = ((flat < 0) | (flat >= count)).sum()
         nan = weights.detach().isnan().sum()
         counts = torch.bincount(flat.clamp(0, count - 1), minlength=count)
-        table = all_gather_tensor(torch.cat([counts, bad.view(1), nan.view(1)]), 0, group)
-        lines: list[list[int]] = table.view(-1, count + 2).tolist()
-        for column, what in ((-2, f"an expert's number outside 0 to {count - 1}"), (-1, "NaN")):
+        mine = [counts, bad.view(1), nan.view(1), counts.new_tensor([wrong])]
+        lines: list[list[int]] = (
+            all_gather_tensor(torch.cat(mine), 0, group).view(-1, count + len(mine) - 1).tolist()
+        )
+        if ranks := [rank for rank, line in enumerate(lines) if line[-1]]:
+            raise ValueError(
+                f"{self.axis.layer} is not linear in the weights of experts (on ranks {ranks} of "
+                f"the axis): a multiple of the weight does not give this multiple of the result. "
+                f"ExpertParallel calls the module with weight 1, and weighs results where rows "
+                f"came from: let forward return the sum of weight times the expert's result, and "
+                f"do the rest outside the module"
+            )
+        for column, what in ((-3, f"an expert's number outside 0 to {count - 1}"), (-2, "NaN")):
             if ranks := [rank for rank, line in enumerate(lines) if line[column]]:
                 raise ValueError(
                     f"the router gave {self.axis.layer} {what} on ranks {ranks} of the axis"
@@ -389,6 +458,19 @@ class _Experts:
         found = [each() for each in self.balances]
         self.balances = []
         return [each for each in found if each is not None and not each.spent]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Let the module be in eval mode: nothing is drawn at random."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        for each, _ in modes:
+            each.training = False
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
 
 
 def _summed(placements: list[Placement] | None, axis: int) -> Placement:
@@ -488,7 +570,7 @@ def balance_loss(
         ...         self.weight = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
         ...
         ...     def forward(self, rows, experts, weights):
-        ...         return rows * self.weight[experts[:, 0]]
+        ...         return rows * self.weight[experts[:, 0]] * weights
         >>> def program(rank):
         ...     experts = parallelize_module(
         ...         Identity(), init_device_mesh("cpu", (2,)), ExpertParallel()
@@ -644,7 +726,7 @@ def expert_report(model: nn.Module) -> ExpertReport:
         ...         self.weight = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
         ...
         ...     def forward(self, rows, experts, weights):
-        ...         return rows * self.weight[experts[:, 0]]
+        ...         return rows * self.weight[experts[:, 0]] * weights
         >>> def program(rank):
         ...     experts = parallelize_module(
         ...         Identity(), init_device_mesh("cpu", (2,)), ExpertParallel()
