@@ -461,3 +461,13 @@ def test_other_arguments_on_ranks_raise_on_all(other: Any) -> None:
 def test_a_capacity_that_is_no_number_raises() -> None:
     with pytest.raises(TypeError, match="capacity is a number or None, got '1'"):
         ExpertParallel(capacity="1")  # type: ignore[arg-type]
+
+
+def test_a_rank_tries_the_module_where_no_rows_come_from() -> None:
+    def program(rank: int) -> None:  # rank 4 has all rows, and no expert
+        experts = parallelize_module(Bent("tanh"), init_device_mesh("cpu", (5,)), ExpertParallel())
+        given = torch.ones(rank // 4, FEATURES), torch.zeros(rank // 4, 1).long()
+        with pytest.raises(ValueError, match=r"not linear .*ranks \[0, 1, 2, 3\] of the axis"):
+            experts(*given, torch.ones(rank // 4, 1))
+
+    run_ranks(5, program)

@@ -46,8 +46,9 @@ class ExpertParallel(ParallelStyle):
     experts of each row ``[n, k]``, and their weights ``[n, k]``, as the expert modules of
     transformers are. The result of a row is the sum, over the experts, of the weight times the
     expert's result for the row; the module is called with a single expert per row, weight 1, and
-    only where this rank has rows. The router stays outside. Forward exchanges counts once and rows
-    twice, backward rows twice. The number of experts need not be divisible: ranks may have none.
+    (trials aside) only where this rank has rows. The router stays outside. Forward exchanges counts
+    once and rows twice, backward rows twice. The number of experts need not be divisible: ranks may
+    have none.
 
     DTensors are taken in any layout, and the result has the layout of the rows. Of plain tensors
     ``dispatch`` says what they are. With ``"rows"`` on a mesh of a single axis each rank's loss
@@ -66,8 +67,8 @@ class ExpertParallel(ParallelStyle):
         TypeError: ``capacity`` is no number.
         ValueError: An argument is none of these; or, on forward, on all ranks: an expert's number
             is out of range, a weight is NaN, or the module is not linear in weights. That is tried
-            in the first forwards, and in some later ones, with a few of a rank's rows, in the
-            module's eval mode; twice the weight must give twice the result.
+            in the first forwards, and in some later ones, with a few of a rank's rows (or ones), in
+            the module's eval mode; twice the weight must give twice the result.
         CollectiveMismatchError: By ``parallelize_module``: ranks have other arguments.
 
     Example:
@@ -342,9 +343,10 @@ class _Experts:
         Powers of two, and signs, do not change rounding: results are equal bit for bit.
         """
         rows, ids, weights = (each.detach() for each in tensors)
-        few = rows[rows.any(1)][:_TRIED] if len(rows) else rows  # zeros tell nothing
-        if not len(few) or not experts:
+        if not experts:
             return True
+        few = rows[rows.any(1)][:_TRIED]  # zeros tell nothing
+        few = few if len(few) else rows.new_ones(1, rows.shape[1])
         numbers = torch.arange(len(few), device=ids.device).remainder(experts).to(ids.dtype)
         factors = [2.0, -1.0] if bool((weights < 0).any()) else [2.0]
         with torch.no_grad(), _evaluating(module), self._local_weights(module, placements, experts):
