@@ -67,8 +67,8 @@ class ExpertParallel(ParallelStyle):
         TypeError: ``capacity`` is no number.
         ValueError: An argument is none of these; or, on forward, on all ranks: an expert's number
             is out of range, a weight is NaN, or the module is not linear in weights. That is tried
-            in the first forwards, and in some later ones, with a few of a rank's rows (or ones), in
-            the module's eval mode; twice the weight must give twice the result.
+            in the first forwards, and in some later ones, with a few of a rank's rows, in the
+            module's eval mode; twice the weight must give twice the result.
         CollectiveMismatchError: By ``parallelize_module``: ranks have other arguments.
 
     Example:
@@ -338,7 +338,7 @@ class _Experts:
         placements: list[Placement] | None,
         experts: int,
     ) -> bool:
-        """False if this rank's experts give another result than linear ones for some rows. Local.
+        """False if this rank's experts are not linear in the weights of some rows. Local.
 
         Powers of two, and signs, do not change rounding: results are equal bit for bit.
         """
