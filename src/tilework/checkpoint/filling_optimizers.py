@@ -88,7 +88,11 @@ def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
     for rank in (filling.rank, *sorted(others - {filling.rank})):
         made = replace(filling, rank=rank, other_ranks=[]).fresh(path)()
         new = [dict(group) for group in made] if isinstance(made, list) else []
-        groups += [x for x in new if "params" in x and known.isdisjoint(x["params"])]
+        for each in (x for x in new if "params" in x):
+            names = [name for name in each["params"] if name not in known]
+            is_new = len(names) == len(each["params"])  # numbers of other ranks are not names
+            if is_new or (names and all(isinstance(name, str) for name in names)):
+                groups.append({**each, "params": names})
         known.update(*(group["params"] for group in groups))
     return groups
 

@@ -212,9 +212,12 @@ def places_of_parameters(state: Any) -> dict[int, list[Place]]:
     ]
     modules.sort(key=lambda each: (-len(each[1]), len(each[0]), [str(key) for key in each[0]]))
     places: dict[int, list[Place]] = {}
+    # Stages of a pipeline have tied parameters under several names, on several ranks.
+    tied = {path: getattr(module, "first_names", None) for path, module in modules_of(state)}
+    first = {path: each if isinstance(each, Mapping) else {} for path, each in tied.items()}
     for path, parameters in modules:
         for name, parameter in parameters:
-            places.setdefault(id(parameter), []).append((path, name))
+            places.setdefault(id(parameter), []).append((path, first[path].get(name, name)))
     return places
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.parallel.pipeline.models import (
     stages_of,
     together,
 )
+from tilework.checkpoint import load, save
 from tilework.parallel import Schedule
 from tilework.parallel.clip_grad import clip_grad_norm_
 from tilework.testing import run_ranks
@@ -62,6 +64,16 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x + self.shift)))))
+
+
+class TiedBackwards(Tied):
+    """The modules are listed in another order than they run in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        a, b = self.a, self.b
+        del self.a, self.b
+        self.b, self.a = b, a
 
 
 def trained(kind: Any, plan: Schedule | None, split: Any = "even", clip: float = 0) -> list[Any]:
@@ -108,6 +120,38 @@ def test_a_step_that_raises_keeps_the_gradients_of_tied_parameters() -> None:
         return before is not None and shared.grad is before
 
     assert run_ranks(2, program) == [True, True]
+
+
+def _through_checkpoint(kind: Any, ranks: int, does: Callable[..., Any], path: Path) -> set[float]:
+    """Save or load momenta of twos; the momenta of all ranks."""
+
+    def program(rank: int) -> set[float]:
+        part: Any = seeded(kind)
+        if ranks:
+            plan, cuts = one_f_one_b(ranks, 2), ["b", "c"][: ranks - 1]
+            part = stages_of(part, plan, cuts, example=batch(2)[:1])
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+        for p in part.parameters():
+            optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 2 if does is save else 0)
+        does({"model": part, "optimizer": optimizer}, path)
+        return {
+            x
+            for each in optimizer.state.values()
+            for x in each["momentum_buffer"].unique().tolist()
+        }
+
+    return set().union(*run_ranks(max(ranks, 1), program))
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded"),
+    [(Tied, 0, 2), (Tied, 1, 3), (Tied, 3, 2), (TiedBackwards, 0, 2), (TiedBackwards, 2, 0)],
+)
+def test_optimizers_of_tied_parameters_load_with_other_stages(
+    kind: Any, saved: int, loaded: int, tmp_path: Path
+) -> None:
+    _through_checkpoint(kind, saved, save, tmp_path)
+    assert _through_checkpoint(kind, loaded, load, tmp_path) == {2}
 
 
 def test_clipping_takes_the_norm_over_all_stages() -> None:

@@ -194,9 +194,11 @@ class Stages(nn.Module):
         self.parts: list[nn.Module] = [
             make_part(model, split, stage, self._device, self._twin) for stage in self._numbers
         ]
-        names = tied_names(model, split).values()
-        #: By name of a tied parameter, the name in the first of the stages that have it.
-        self.first_names = {name: each[0] for each in names for name in each}
+        names, listed = tied_names(model, split).values(), dict(model.named_parameters())
+        #: By name of a tied parameter, the name that the whole model lists it by.
+        self.first_names = {
+            n: first for each in names for n in each for first in each if first in listed
+        }
         self._ties = _ties_between_ranks(model, split, schedule)
         self._steps = self._evaluations = 0
         self._routes: dict[int, Route] = {}
