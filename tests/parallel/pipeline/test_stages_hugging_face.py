@@ -109,7 +109,25 @@ def test_what_modules_of_all_stages_collect_is_refused(
         model = seeded(llama).eval()
         if hooked:  # the first time makes hooks
             model(tokens, output_hidden_states=True)
+        stages = stages_of(model, plans[0])
         with pytest.raises(ValueError, match="use_cache=False"):
-            stages_of(model, plans[0]).evaluate(tokens, **options)
+            stages.evaluate(tokens, **options)
 
     run_ranks(2, program)
+
+
+def test_losses_of_what_hooks_collect_in_other_stages_are_refused() -> None:
+    tokens, _ = _tokens(5)
+
+    def program(rank: int) -> None:
+        model = seeded(llama)
+        model(tokens, output_hidden_states=True)  # makes hooks
+        options: dict[str, Any] = {"output_hidden_states": True, "weight": "rows"}
+        stages_of(model, plans[0]).step(tokens, loss=_of_hidden, use_cache=False, **options)
+
+    with pytest.raises(ValueError, match="hooks or caches collect"):
+        run_ranks(2, program)
+
+
+def _of_hidden(result: Any) -> Tensor:
+    return torch.stack(result.hidden_states).square().mean()

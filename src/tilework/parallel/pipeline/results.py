@@ -1,4 +1,4 @@
-"""Results of ``evaluate``: what microbatches can make together, and what is refused."""
+"""Results of models: what microbatches can make together, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from tilework.parallel.pipeline.run import Execution
-from tilework.parallel.pipeline.stage import Ghost
+from tilework.parallel.pipeline.stage import Ghost, Route
 
 
 def check_results(
@@ -47,24 +46,27 @@ def check_results(
         )
 
 
-def check_made(run: Execution) -> None:
-    """Refuse results of the last stage that are others than on ghosts. Local.
+def check_made(result: Any, route: Route, *, exactly: bool) -> None:
+    """Refuse a result of the last stage that is another than on ghosts. Local.
+
+    Args:
+        result: What the last stage made of a microbatch.
+        route: The microbatch's route.
+        exactly: True to compare shapes and dtypes, too.
 
     Raises:
         ValueError: Values are missing, are of other stages, or have other shapes.
     """
-    for number, result in run.results.items():
-        expected, spec = tree_flatten(run.microbatches[number].route.result)
-        leaves, own = tree_flatten(result)
-        if own != spec or [*map(_kind, leaves)] != [*map(_kind, expected)]:
-            raise ValueError(
-                f"the model's result has {_texts(expected)}, and the last stage made "
-                f"{_texts(leaves)}: values that hooks or caches collect in the modules of other "
-                f"stages are not there. Do not ask for them (in Hugging Face's models "
-                f"use_cache=False, no hidden states, no attentions), or return what modules return"
-            )
-        if any(isinstance(leaf, Ghost) for leaf in leaves):
-            raise ValueError("the model's result has a value of another stage: return a copy of it")
+    expected, spec = tree_flatten(route.result)
+    leaves, own = tree_flatten(result)
+    differs = exactly and [*map(_kind, leaves)] != [*map(_kind, expected)]
+    if own != spec or differs or any(isinstance(leaf, Ghost) for leaf in leaves):
+        raise ValueError(
+            f"the model's result has {_texts(expected)}, and the last stage made "
+            f"{_texts(leaves)}: values that hooks or caches collect in the modules of other "
+            f"stages are not there. Do not ask for them (in Hugging Face's models "
+            f"use_cache=False, no hidden states, no attentions), or return what modules return"
+        )
 
 
 def _named(result: Any) -> dict[str, Any]:

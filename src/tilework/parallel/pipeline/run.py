@@ -16,6 +16,7 @@ from tilework.comm.operations.internal import irecv, isend
 from tilework.dtensor import DTensor
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
+from tilework.parallel.pipeline.results import check_made
 from tilework.parallel.pipeline.schedule import Action, Schedule, StageMessage
 from tilework.parallel.pipeline.stage import Crossing, Route
 
@@ -199,6 +200,7 @@ class Execution:
         if self.loss is None:
             self.results[number] = result
             return ()
+        check_made(result, mine.route, exactly=False)
         if mine.weight:
             loss = self.loss(result, *(() if mine.target is None else (mine.target,)))
         else:
