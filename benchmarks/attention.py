@@ -66,7 +66,8 @@ class Block(nn.Module):
         )
         y = self.attend(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
+        result: Tensor = x + self.mlp(self.norms[1](x))
+        return result
 
 
 class HandWritten(torch.autograd.Function):
@@ -88,7 +89,8 @@ class HandWritten(torch.autograd.Function):
             logs = joined
         ctx.save_for_backward(q, k, v, out, logs)
         del size
-        return out
+        result: Tensor = out
+        return result
 
     @staticmethod
     def blocks(k: Tensor, v: Tensor) -> Any:
@@ -189,9 +191,11 @@ def peak(rank: int, tokens: int, way: Any) -> float:
     sizes = (1, 2, tokens, 32)
     parts = [distribute_tensor(torch.randn(sizes), mesh, [Shard(2)]) for _ in range(3)]
     with context_parallel(way):
-        F.scaled_dot_product_attention(*[part[:, :, :64] for part in parts], is_causal=True)
+        q, k, v = (part[:, :, :64] for part in parts)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        F.scaled_dot_product_attention(*parts, is_causal=True)
+        q, k, v = parts
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
