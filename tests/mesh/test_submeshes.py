@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from typing import Any
 
@@ -211,3 +212,13 @@ def test_a_mesh_without_a_whole_slice_cannot_shrink() -> None:
         return dist.get_world_size()
 
     assert run_ranks(4, program)[1:3] == [2, 2]
+
+
+def test_a_part_stays_though_nobody_holds_it() -> None:
+    def program(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh["tp"].call_counts = counts = object()
+        gc.collect()
+        return mesh["tp"].call_counts is counts
+
+    assert all(run_ranks(4, program))

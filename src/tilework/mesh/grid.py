@@ -68,8 +68,9 @@ class MeshGrid(TorchMeshNames):
         self._torch: Any = None
         #: Those made for the mesh's parts, of the root: by content.
         self._torch_parts: dict[MeshSpec, Any] = {}
-        #: Those made by mesh[...] or flatten(), of the root: by content.
-        self._parts: WeakValueDictionary[MeshSpec, Any] = WeakValueDictionary()
+        #: Those made by mesh[...] or flatten(), of the root: by content. They are kept, as ranks
+        #: compare their counts, and would drop them at different times.
+        self._parts: dict[MeshSpec, Any] = {}
         #: That which flatten() made it of.
         self._flat_of: Any = None
         #: The seats of the mesh's ranks, which stay when ranks get other numbers.
