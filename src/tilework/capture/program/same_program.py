@@ -224,10 +224,26 @@ def _with_program(
 
 
 def _branches_last(graph: Graph) -> bool:
-    """True if the program communicates, and branches on a value after that."""
-    kinds = [each.target for each in graph.instructions]
-    last = max((i for i, kind in enumerate(kinds) if isinstance(kind, GroupCall)), default=None)
-    return last is not None and any(isinstance(kind, Expected) for kind in kinds[last:])
+    """True if the program communicates, and branches later on a value that ranks may not share.
+
+    With a single group the result of an all_reduce is the same on all ranks.
+    """
+    calls = [each for each in graph.instructions if isinstance(each.target, GroupCall)]
+    if not calls:
+        return False
+    last, is_single = calls[-1], len({call.target.group for call in calls}) == 1
+    shared: set[Any] = set()  # memory with the same elements on all ranks
+    is_after = False
+    for each in graph.instructions:
+        is_after |= each is last
+        if isinstance(each.target, Expected):
+            if is_after and not shared.issuperset(x.memory for x in each.inputs()):
+                return True
+        elif is_single and getattr(each.target, "method", "") == "allreduce":
+            shared.update(each.writes)
+        else:
+            shared.difference_update(each.writes)
+    return False
 
 
 def _refuse_different(every: list[list[str]], ranks: Sequence[int], name: str) -> None:
