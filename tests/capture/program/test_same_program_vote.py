@@ -67,3 +67,20 @@ def test_ranks_record_together_where_functional_collectives_are_all_that_they_sh
         [0.0, 0.0, 5.0, 0.0, 0.0, 0.0],
         [0.0, 20.0, 41.0, 60.0, 80.0, 100.0],
     ]
+
+
+def test_ranks_vote_where_they_branch_on_what_an_all_reduce_has_left_alone() -> None:
+    def program(rank: int) -> list[float]:
+        @capture
+        def step(x: torch.Tensor) -> torch.Tensor:
+            both = x.clone()
+            dist.all_reduce(both[1:])
+            return both[1] + int(both[0] > 3)
+
+        branches = [0, 0, 5 * rank, 0, 0]  # another branch on a single rank
+        return [step(torch.tensor([float(x), 10.0 * n])).item() for n, x in enumerate(branches)]
+
+    assert run_ranks(2, program) == [
+        [0.0, 20.0, 40.0, 60.0, 80.0],
+        [0.0, 20.0, 41.0, 60.0, 80.0],
+    ]

@@ -232,17 +232,17 @@ def _branches_last(graph: Graph) -> bool:
     if not calls:
         return False
     last, is_single = calls[-1], len({call.target.group for call in calls}) == 1
-    shared: set[Any] = set()  # memory with the same elements on all ranks
+    shared: dict[int, Any] = {}  # by value that is the same on all ranks, the memory
     is_after = False
     for each in graph.instructions:
         is_after |= each is last
         if isinstance(each.target, Expected):
-            if is_after and not shared.issuperset(x.memory for x in each.inputs()):
+            if is_after and not all(x.number in shared for x in each.inputs()):
                 return True
-        elif is_single and getattr(each.target, "method", "") == "allreduce":
-            shared.update(each.writes)
-        else:
-            shared.difference_update(each.writes)
+            continue
+        shared = {n: memory for n, memory in shared.items() if memory not in each.writes}
+        if is_single and getattr(each.target, "method", "") == "allreduce":
+            shared.update((x.number, x.memory) for x in each.inputs())
     return False
 
 
