@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
 import random
 import warnings
@@ -321,6 +322,22 @@ def test_an_attribute_that_the_step_does_not_read_is_no_change() -> None:
     trainer.half = lambda x: x - 4
     with pytest.warns(UserWarning, match="self.half is another object"):
         assert torch.equal(program(x), x - 4)
+
+
+def test_keys_of_a_dict_may_refuse_to_be_compared() -> None:
+    class Key(enum.Enum):
+        A = 1
+        __hash__ = enum.Enum.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            if not isinstance(other, Key):
+                raise TypeError("a key of another class")
+            return self is other
+
+    factors: dict[Any, list[float]] = {Key.A: [2.0]}
+    program, x = capture(lambda x: x * factors[Key.A][0]), torch.ones(2)
+    for _ in range(3):
+        assert torch.equal(program(x), x * 2)
 
 
 def test_a_global_with_the_name_of_an_attribute_is_no_state(

@@ -261,7 +261,7 @@ class StatePlaces:
             is_state = self._is_state(place, found, is_users, counts)
             if isinstance(value, Tensor):
                 self._take_tensor(place, value, found)
-            elif place.key in _TABLES and isinstance(found, nn.Module):
+            elif isinstance(found, nn.Module) and place.key in _TABLES:
                 self.things.append((place, value))  # the module has the parts
             elif not (isinstance(value, _CONSTANTS) or _is_numpys(value)):
                 self._take_thing(place, value, found, is_state)
@@ -283,7 +283,8 @@ class StatePlaces:
     def _take_thing(self, place: StatePlace, value: Any, found: Any, is_state: bool) -> None:
         """Note an object that is no tensor and no constant, and queue it for the search."""
         is_state = is_state and not (is_of_library(found) and not _is_callable(value))
-        if is_state and place.key not in _HOOKS and not _is_of_package(found):
+        is_hook = isinstance(place.key, str) and place.key in _HOOKS
+        if is_state and not is_hook and not _is_of_package(found):
             self.things.append((place, value))
         known = self._queued.get(id(value))
         if (known is None or (is_state and not known)) and _is_searched(value):
@@ -494,7 +495,8 @@ def _parts_of_tensor(tensor: Tensor, text: str) -> _Parts:
 def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset()) -> _Parts:
     dot = f"{text}." if text else ""
     own: Any = getattr(found, "__dict__", None)
-    for name, value in list((own or {}).items()):
+    parts = {"__wrapped__": own["__wrapped__"]} if _is_program(found) else dict(own or {})
+    for name, value in parts.items():
         is_read = name not in without and name != "__annotations__"
         if is_read and not name.startswith("_tilework_"):  # counts of ``verify``
             where = (own, "item") if isinstance(found, nn.Module) else (found, "attribute")

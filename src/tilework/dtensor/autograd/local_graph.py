@@ -70,7 +70,8 @@ class _Seen(LocalFunction):
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
-_apply: Any = torch.autograd.Function.apply  # before results that it takes are linked
+#: torch's classmethod, in Python or in C++, which does not link results.
+_apply: Any = torch.autograd.Function.__dict__["apply"]
 _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
@@ -188,7 +189,7 @@ def _link(results: Sequence[DTensorBase], node: Any) -> None:
 def _result(tensor: DTensorBase, node: Any) -> _Result:
     with _WithoutInterception():
         # It keeps the node in memory when the tensor leaves the graph.
-        following = _apply.__func__(_Following, tensor)
+        following = _apply.__get__(None, _Following)(tensor)
         edge = torch.autograd.graph.GradientEdge(node, _output_number(tensor))
     return _Result(edge, following, type(tensor), tensor._spec)
 
@@ -399,14 +400,14 @@ _LEAF_WRITTEN = "a leaf Variable that requires grad has been used in an in-place
 
 
 def linking(original: Any) -> Any:
-    """A replacement of ``torch.autograd.Function.apply`` that links DTensors among the results."""
+    """A replacement of the classmethod ``apply`` that links DTensors among the results."""
 
-    @functools.wraps(original)
+    @functools.wraps(getattr(original, "__func__", original))
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple([_as_leaf(arg) for arg in args])
         kwargs = {name: _as_leaf(arg) for name, arg in kwargs.items()}
         try:
-            results = original(cls, *args, **kwargs)
+            results = original.__get__(None, cls)(*args, **kwargs)
         except RuntimeError as error:
             if _LEAF_WRITTEN not in str(error) or not any(map(_is_computed, args)):
                 raise
@@ -436,7 +437,7 @@ def _as_leaf(arg: Any) -> Any:
 
 
 _function: Any = torch.autograd.Function
-_function.apply = linking(_function.apply.__func__)
+_function.apply = linking(_apply)
 
 
 def noting_saved(original: Any) -> Any:
