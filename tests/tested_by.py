@@ -81,12 +81,11 @@ _ROWS = (
     # All stores fulfil one contract; the server is tested beside it.
     ("store", "log", "test_file"),
     ("store", "*", "test_contract test_server"),
-    # These are tests themselves: the contracts of groups and of stores, and their inputs.
+    # These are tests themselves: the contracts of groups and of stores.
     ("testing", "groups/*", "/comm/test_contract"),
     ("testing", "hosts", "/comm/backends/hybrid/test_hosts /rpc/test_transport_hosts"),
     ("testing", "storages", "/checkpoint/test_storage_contract"),
     ("testing", "stores", "/store/test_contract"),
-    ("testing", "*", "/comm/operations/test_collectives_properties"),
     # Rules that both kinds of tensors share.
     ("tiled", "rules/fourier", "/dtensor/rules/test_linalg"),
     ("tiled", "rules/pooling", "/dtensor/rules/test_convolution"),

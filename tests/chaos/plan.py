@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from tests.random_programs import OPERATIONS, RandomOperation
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -16,7 +17,6 @@ from tilework.errors import (
     PeerLostError,
 )
 from tilework.testing.groups.values import Case
-from tilework.testing.strategies import OPERATIONS, RandomOperation
 
 Kind = Literal["processes", "threads"]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)

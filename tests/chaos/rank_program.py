@@ -20,9 +20,9 @@ import tilework.distributed as dist
 from tests.chaos.plan import AT_ODDS, EARLY, LATE, Batch, Trial
 from tests.faults.forked_ranks import Holdings
 from tests.faults.workload import SeenError
+from tests.random_programs import OPERATIONS, RandomOperation, Started
 from tilework.comm.world import AnyGroup
 from tilework.testing.groups.values import Case, assert_same
-from tilework.testing.strategies import OPERATIONS, RandomOperation, Started
 
 #: In groups that must not fail.
 PATIENCE = timedelta(seconds=120)

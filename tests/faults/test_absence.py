@@ -16,8 +16,8 @@ from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.test_death import TOLD
 from tests.faults.workload import join, leave, random_steps, until_error
 from tests.limits import PROMPTLY
+from tests.random_programs import run_program
 from tilework.errors import CollectiveTimeoutError, DistError
-from tilework.testing.strategies import run_program
 
 LIMIT = timedelta(milliseconds=1500)  # whoever is not stopped comes in time on a busy machine, too
 

@@ -14,8 +14,8 @@ import torch
 
 import tilework.distributed as dist
 from tests.faults.forked_ranks import Holdings, Say
+from tests.random_programs import OPERATIONS, RandomOperation, RandomProgram, run_program
 from tilework.testing.groups.values import Case
-from tilework.testing.strategies import OPERATIONS, RandomOperation, RandomProgram, run_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 #: Several rounds of the core at most: checking larger results would take longer than noticing.

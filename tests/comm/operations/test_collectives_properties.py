@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import tilework.distributed as dist
 from tests.hypothesis_settings import examples
+from tests.random_programs import RandomProgram, cases, programs, run_program, subsets
 from tilework.testing import run_ranks
 from tilework.testing.groups.values import FLOATS, Case, assert_same, bits, folded
-from tilework.testing.strategies import RandomProgram, cases, programs, run_program, subsets
 
 LIMIT = timedelta(seconds=120)
 

@@ -17,7 +17,7 @@ from tests.comm.backends.hybrid.test_hybrid_backend import pretend
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 from tests.faults.workload import leave, random_steps, until_error
 from tests.limits import PROMPTLY
-from tilework.testing.strategies import run_program
+from tests.random_programs import run_program
 
 pytestmark = pytest.mark.skipif(
     not dist.is_backend_available("hybrid"), reason="the core is not built, or torch has no gloo"
