@@ -78,12 +78,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``tilework checkpoint``; return the exit status. Wrong arguments raise SystemExit(2).
-
-    Example:
-        >>> main(["verify", "/nowhere"])
-        2
-    """
+    """Run ``tilework checkpoint``; return the exit status. Wrong arguments raise SystemExit(2)."""
     parser = argparse.ArgumentParser(
         "tilework checkpoint",
         epilog=_NOTES,
@@ -97,13 +92,6 @@ def run_command(options: argparse.Namespace) -> int:
     """Run a parsed command, and return the exit status.
 
     0: all is well. 1: ``verify`` found damage, or ``diff`` a difference. 2: the command failed.
-
-    Example:
-        >>> import argparse
-        >>> parser = argparse.ArgumentParser()
-        >>> add_commands(parser)
-        >>> run_command(parser.parse_args(["verify", "/nowhere"]))
-        2
     """
     try:
         status: int = options.work(options)

@@ -117,12 +117,7 @@ _RANK = re.compile(r"-rank0*([0-9]+)-")
 
 
 def summary(tensors: Iterable[SavedTensor], files: int, ranks: int) -> str:
-    """The tensors, bytes, files and ranks of a checkpoint in a line.
-
-    Example:
-        >>> summary([], 0, 1)
-        '0 tensors, 0 B in 0 files, saved by 1 rank'
-    """
+    """The tensors, bytes, files and ranks of a checkpoint in a line."""
     tensors = list(tensors)
     size = bytes_text(bytes_of(tensors))
     return (
@@ -258,10 +253,5 @@ class Index:
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """The number of checksums for ``nbytes`` bytes: one for each begun chunk.
-
-    Example:
-        >>> chunk_count(5, 4), chunk_count(0, 4)
-        (2, 0)
-    """
+    """The number of checksums for ``nbytes`` bytes: one for each begun chunk."""
     return -(-nbytes // chunk_bytes)

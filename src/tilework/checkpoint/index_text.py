@@ -391,12 +391,7 @@ def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
 
 
 def unique_name(name: str, taken: set[str]) -> str:
-    """The name, with a number appended if ``taken`` has the name; adds the result to ``taken``.
-
-    Example:
-        >>> unique_name("w", {"w", "w~2"})
-        'w~3'
-    """
+    """The name, with a number appended if ``taken`` has the name; adds the result to ``taken``."""
     number, unique = 2, name
     while unique in taken:
         unique, number = f"{name}~{number}", number + 1

@@ -33,12 +33,6 @@ class Progress:
         total: The bytes to count on this rank.
         done: The bytes counted so far.
         is_shown: True if the bar is drawn once a second has passed.
-
-    Example:
-        >>> with Progress("saving", 10, is_shown=False) as progress:
-        ...     progress(4)
-        >>> progress.done
-        4
     """
 
     def __init__(

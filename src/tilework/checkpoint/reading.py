@@ -172,12 +172,7 @@ class CoreReads:
 
 
 def share_of(counted: int, reach: tuple[int, int], at: int, stop: int) -> int:
-    """The number of ``counted`` bytes in ``at`` to ``stop``, if spread evenly over the reach.
-
-    Example:
-        >>> share_of(100, (0, 10), 0, 5), share_of(100, (0, 10), 5, 20)
-        (50, 50)
-    """
+    """The number of ``counted`` bytes in ``at`` to ``stop``, if spread evenly over the reach."""
     begin, end = reach
     start, stop, length = max(at, begin), min(stop, end), end - begin
     return counted * (stop - begin) // length - counted * (start - begin) // length

@@ -38,12 +38,7 @@ _REMEDY = "Download or copy the file again"
 
 
 def is_published(names: Sequence[str]) -> bool:
-    """True if a folder with files of these names has published weights, not tilework's files.
-
-    Example:
-        >>> is_published(["config.json", "model.safetensors"]), is_published(["config.json"])
-        (True, False)
-    """
+    """True if a folder with files of these names has published weights, not tilework's files."""
     return HF_INDEX in names or (
         any(name.endswith(".safetensors") for name in names) and not any(map(is_ours, names))
     )
@@ -280,10 +275,5 @@ def index_json(plans: Sequence[PlannedFile]) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """True for the name of a file of a model in several files, finished or not.
-
-    Example:
-        >>> is_shard("model-00001-of-00002.safetensors.part"), is_shard("model.safetensors")
-        (True, False)
-    """
+    """True for the name of a file of a model in several files, finished or not."""
     return _SHARD.fullmatch(name.removesuffix(UNFINISHED)) is not None

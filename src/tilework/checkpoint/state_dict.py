@@ -38,12 +38,6 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     Args:
         target: A tensor of any layout that is not partial.
         value: A tensor of the same shape: whole on each rank, or sharded.
-
-    Example:
-        >>> target = torch.zeros(2)
-        >>> copy_into(target, torch.tensor([1, 2]))
-        >>> target
-        tensor([1., 2.])
     """
     target, value = _ours(target), _ours(value)
     if isinstance(value, TiledTensor):

@@ -158,13 +158,7 @@ def wrapped_attribute(module: nn.Module) -> str | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside wrappers such as DDP or a compiled module; another module unchanged.
-
-    Example:
-        >>> inner = nn.Linear(1, 1)
-        >>> unwrapped(nn.DataParallel(inner)) is inner
-        True
-    """
+    """The module inside wrappers such as DDP or a compiled module; another module unchanged."""
     while (attribute := wrapped_attribute(module)) is not None:
         inner = getattr(module, attribute, None)
         if not isinstance(inner, nn.Module):
@@ -174,12 +168,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """True for a parameter or buffer of a lazy module, which has no shape yet.
-
-    Example:
-        >>> is_lazy(nn.UninitializedParameter()), is_lazy(nn.Parameter(torch.ones(1)))
-        (True, False)
-    """
+    """True for a parameter or buffer of a lazy module, which has no shape yet."""
     return isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)
 
 

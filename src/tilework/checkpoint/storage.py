@@ -362,12 +362,7 @@ class LinkedStorage(LocalStorage):
 
 
 def removal_order(name: str) -> tuple[bool, bool]:
-    """The key to sort the files of a folder for removal: the index comes first.
-
-    Example:
-        >>> sorted(["a.safetensors", "index.json", "index.json.previous"], key=removal_order)
-        ['index.json.previous', 'index.json', 'a.safetensors']
-    """
+    """The key to sort the files of a folder for removal: the index comes first."""
     return not name.startswith(INDEX_NAME), name == INDEX_NAME
 
 
@@ -557,12 +552,7 @@ _LOCAL_URL = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """True if a path is a URL for fsspec. A ``file://`` URL is a path of this machine.
-
-    Example:
-        >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("file:///data/run")
-        (True, False, False)
-    """
+    """True if a path is a URL for fsspec. A ``file://`` URL is a path of this machine."""
     if not isinstance(path, str) or _LOCAL_URL.match(path):
         return False
     return _URL.match(path) is not None

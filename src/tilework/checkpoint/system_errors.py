@@ -12,14 +12,7 @@ _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calc
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
-    """The CheckpointError to raise for an OSError or a lack of memory; None for other errors.
-
-    Example:
-        >>> print(as_checkpoint_error(OSError(5, "Input/output error", "run/index.json")))
-        run/index.json: Input/output error
-        >>> as_checkpoint_error(ValueError("of a program")) is None
-        True
-    """
+    """The CheckpointError to raise for an OSError or a lack of memory; None for other errors."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError):
@@ -41,14 +34,7 @@ def _is_without_memory(error: BaseException) -> bool:
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Turn an OSError or a lack of memory within into a CheckpointError. Also a decorator.
-
-    Example:
-        >>> with checkpoint_errors():
-        ...     raise MemoryError
-        Traceback (most recent call last):
-        tilework.errors.CheckpointError: there is not enough memory: the system gives no more
-    """
+    """Turn an OSError or a lack of memory within into a CheckpointError. Also a decorator."""
     try:
         yield
     except CheckpointError:

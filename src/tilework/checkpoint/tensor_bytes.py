@@ -34,10 +34,6 @@ def dtype_name(dtype: torch.dtype, where: str = "a tensor") -> str:
 
     Raises:
         TypeError: Checkpoints cannot hold the dtype.
-
-    Example:
-        >>> dtype_name(torch.bfloat16)
-        'BF16'
     """
     name = NAMES.get(dtype)
     if name is None:
@@ -133,13 +129,7 @@ def _runs(part: Box, box: Box, address: int, strides: Sequence[int], itemsize: i
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    r"""The bytes of a contiguous tensor on the CPU. The view keeps the tensor alive.
-
-    Example:
-        >>> numbers = torch.tensor([1, 2], dtype=torch.uint8)
-        >>> bytes(byte_view(numbers))
-        b'\x01\x02'
-    """
+    r"""The bytes of a contiguous tensor on the CPU. The view keeps the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(b"")
@@ -157,10 +147,6 @@ def crc32(memory: memoryview, crc: int = 0) -> int:
     """The CRC-32 of earlier bytes, whose CRC-32 is ``crc``, followed by ``memory``.
 
     It runs without Python's lock.
-
-    Example:
-        >>> crc32(memoryview(b"123456789")) == 0xCBF43926
-        True
     """
     if _core is None or memory.readonly or memory.nbytes < 4096:
         return zlib.crc32(memory, crc)
@@ -223,12 +209,7 @@ def full_crc32(tensor: Tensor, most_bytes: int = 1 << 20) -> int:
 
 
 def lasting_bytes(nbytes: int) -> Tensor:
-    """Uninitialised memory on the CPU for repeated use: in large pages, if possible.
-
-    Example:
-        >>> lasting_bytes(3).shape
-        torch.Size([3])
-    """
+    """Uninitialised memory on the CPU for repeated use: in large pages, if possible."""
     if nbytes < _LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return empty_bytes(nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

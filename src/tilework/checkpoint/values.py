@@ -60,12 +60,7 @@ def _digits(value: int, where: str) -> str:
 
 
 def is_plain_sequence(value: Any) -> bool:
-    """True for a list or tuple of numbers, strings, bools and None, which counts as one value.
-
-    Example:
-        >>> is_plain_sequence((0.9, 0.999)), is_plain_sequence([]), is_plain_sequence([[1]])
-        (True, False, False)
-    """
+    """True for a list or tuple of numbers, strings, bools and None, which counts as one value."""
     return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_plain, value))
 
 
@@ -109,10 +104,6 @@ def decode_value(listed: Any) -> Any:
 
     Raises:
         ValueError: The JSON is not from :func:`encode_value`.
-
-    Example:
-        >>> decode_value({"$": "int", "v": "9007199254740993"})
-        9007199254740993
     """
     if isinstance(listed, list):
         return [decode_value(each) for each in listed]

@@ -28,10 +28,6 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
         seed: The seed of the order.
         epoch: The number of the epoch, which is added to the seed. The order is the same as that of
             torch's DistributedSampler.
-
-    Example:
-        >>> epoch_order(4, shuffle=False, seed=0, epoch=0).tolist()
-        [0, 1, 2, 3]
     """
     if not shuffle:
         return torch.arange(length, device="cpu")

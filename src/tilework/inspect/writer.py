@@ -334,12 +334,7 @@ _DESCRIBED: Final = re.compile(r"\w+ (\w+) \[([\d, ]*)\]")
 
 
 def bytes_of(what: What | str) -> int:
-    """The bytes of an operation's tensors on this rank: of all inputs, or outputs if that is more.
-
-    Example:
-        >>> bytes_of(("all_gather", "torch.float32", [(2, 3)], [(2, 3), (2, 3)], None, None))
-        48
-    """
+    """The bytes of an operation's tensors on this rank: of all inputs, or of outputs if more."""
     if isinstance(what, str):
         found = _DESCRIBED.match(what)  # a message, whose text the group makes
         if found is None:

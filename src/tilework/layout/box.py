@@ -135,12 +135,7 @@ def trusted_box(offsets: Ints, sizes: Ints) -> Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of the full tensor.
-
-    Example:
-        >>> str(whole_box((10, 4)))
-        '[0:10, 0:4]'
-    """
+    """The box of the full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -174,11 +169,6 @@ def whole_number(number: Any, takes: str) -> int:
 
     Raises:
         TypeError: The argument is not an integer.
-
-    Example:
-        >>> whole_number("1", "Shard takes a dim, a whole number")
-        Traceback (most recent call last):
-        TypeError: Shard takes a dim, a whole number; got '1'
     """
     if number.__class__ is int:
         return number
@@ -195,10 +185,6 @@ def whole_numbers(numbers: Any, takes: str) -> Ints:
 
     Raises:
         TypeError: The argument is not an iterable, or has items that are not integers.
-
-    Example:
-        >>> whole_numbers([2, 3], "shape has a size for each dim")
-        (2, 3)
     """
     if isinstance(numbers, str) or not isinstance(numbers, Iterable):
         raise TypeError(f"{takes}; got {numbers!r}")
@@ -398,12 +384,7 @@ def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
 
 
 def all_shard_sizes(extent: int, lengths: Ints, splits: Splits) -> Ints:
-    """The sizes of all shards of an extent, in the order of :func:`shards`.
-
-    Example:
-        >>> all_shard_sizes(8, (2, 2), ((1, (5, 3)), (0, None)))
-        (3, 2, 2, 1)
-    """
+    """The sizes of all shards of an extent, in the order of :func:`shards`."""
     sizes: Ints = (extent,)
     for axis, cut in splits:
         parts = [shard_sizes(size, lengths[axis], cut) or () for size in sizes]
@@ -412,12 +393,7 @@ def all_shard_sizes(extent: int, lengths: Ints, splits: Splits) -> Ints:
 
 
 def shard_ranges(extent: int, lengths: Ints, splits: Splits) -> list[Ranges]:
-    """The ranges of all shards of an extent, in the order of :func:`shards`.
-
-    Example:
-        >>> shard_ranges(8, (2,), ((0, 2),))
-        [((0, 2), (6, 2)), ((2, 2), (4, 2))]
-    """
+    """The ranges of all shards of an extent, in the order of :func:`shards`."""
     every: list[Ranges] = [((0, extent),)]
     for axis, cut in splits:
         every = [inner for ranges in every for inner in _split(ranges, lengths[axis], cut)]
@@ -425,12 +401,7 @@ def shard_ranges(extent: int, lengths: Ints, splits: Splits) -> list[Ranges]:
 
 
 def ranges_at(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]) -> Ranges:
-    """The ranges of the shard of an extent at a mesh coordinate.
-
-    Example:
-        >>> ranges_at(8, (2, 2), ((1, 2), (0, None)), (1, 0))
-        ((6, 2),)
-    """
+    """The ranges of the shard of an extent at a mesh coordinate."""
     ranges: Ranges = ((0, extent),)
     for axis, cut in splits:
         ranges = _split(ranges, lengths[axis], cut)[coordinate[axis]]
@@ -489,12 +460,7 @@ def shard_at(
 
 
 def size_at(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]) -> int:
-    """The size of the shard of an extent at a mesh coordinate.
-
-    Example:
-        >>> size_at(7, (2,), ((0, 2),), (1,))
-        4
-    """
+    """The size of the shard of an extent at a mesh coordinate."""
     for axis, cut in splits:
         extent = (shard_sizes(extent, lengths[axis], cut) or (0,) * lengths[axis])[coordinate[axis]]
     return extent

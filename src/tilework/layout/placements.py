@@ -162,10 +162,6 @@ def placements_in(placements: Any) -> tuple[Any, ...]:
 
     Raises:
         TypeError: It is a single placement, or not a sequence.
-
-    Example:
-        >>> placements_in([Shard(0), Replicate()])
-        (Shard(dim=0), Replicate())
     """
     kind = type(placements)
     if isinstance(placements, (tuple, list)):
@@ -188,10 +184,6 @@ def order_in(order: Any) -> Ints:
 
     Raises:
         TypeError: They are not integers.
-
-    Example:
-        >>> order_in([1, 0])
-        (1, 0)
     """
     return whole_numbers(order, _ORDER)
 
@@ -201,11 +193,6 @@ def native_placement(placement: Any) -> Any:
 
     Raises:
         TypeError: It is a placement of torch that has no meaning alone.
-
-    Example:
-        >>> from torch.distributed import tensor as torch_tensor
-        >>> native_placement(torch_tensor.Shard(1)), native_placement(Replicate())
-        (Shard(dim=1), Replicate())
     """
     kind = type(placement)
     if isinstance(placement, _PlacementKind) or not kind.__module__.startswith("torch.distributed"):

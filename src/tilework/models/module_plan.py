@@ -11,11 +11,7 @@ from torch import nn
 
 
 def check_is_module(module: Any, function: str) -> None:
-    """Raise TypeError unless a function was given a module.
-
-    Example:
-        >>> check_is_module(nn.Identity(), "fully_shard")
-    """
+    """Raise TypeError unless a function was given a module."""
     if isinstance(module, nn.Module):
         return
     if isinstance(module, type) and issubclass(module, nn.Module):
@@ -26,12 +22,7 @@ def check_is_module(module: Any, function: str) -> None:
 
 
 def is_pattern(name: str) -> bool:
-    """True if the name has wildcards.
-
-    Example:
-        >>> is_pattern("layers.*.weight"), is_pattern("layers.0.weight")
-        (True, False)
-    """
+    """True if the name has wildcards."""
     return any(char in name for char in "*?[")
 
 

@@ -20,12 +20,7 @@ _ORIGINALS: Final = {
 
 
 def original(func: Any) -> Any:
-    """The function that ``func`` replaces in ``torch.nn.init``; else ``func``.
-
-    Example:
-        >>> original(init.uniform_).__module__
-        'torch.nn.init'
-    """
+    """The function that ``func`` replaces in ``torch.nn.init``; else ``func``."""
     if not isinstance(func, FunctionType):
         return func
     mine = _ORIGINALS.get(func.__name__)

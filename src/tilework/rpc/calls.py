@@ -19,17 +19,7 @@ from tilework.rpc.workers import WorkerInfo
 
 
 class InFlight:
-    """A counter of things that have begun and not ended, such as calls.
-
-    Example:
-        >>> in_flight = InFlight()
-        >>> in_flight.begin()
-        >>> in_flight.wait_none(time.monotonic() + 0.01), in_flight.total
-        (False, 1)
-        >>> in_flight.end()
-        >>> in_flight.wait_none(math.inf)
-        True
-    """
+    """A counter of things that have begun and not ended, such as calls."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -92,15 +92,7 @@ def _owners(metadata: ShardedTensorMetadata) -> list[ShardOwner]:
 
 
 def headline(view: Overview) -> str:
-    """A line with dtype, size, shards and owners. Shown by repr().
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, zeros
-        >>> from tilework.testing import run_ranks
-        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> run_ranks(2, lambda rank: zeros(spec, 10, 20))[0]
-        ShardedTensor(float32[10, 20] in 2 chunks along dim 0 on ranks 0-1)
-    """
+    """A line with dtype, size, shards and owners. Shown by repr()."""
     properties, n = view.metadata.tensor_properties, len(view.metadata.shards_metadata)
     dtype = str(properties.dtype).removeprefix("torch.")
     shards = count_text(n, "shard")

@@ -93,12 +93,7 @@ class RemoteDevice:
 
 
 def covers(wanted: torch.device, device: torch.device) -> bool:
-    """True if ``device`` is ``wanted``, or if ``wanted`` has no index and their types are equal.
-
-    Example:
-        >>> covers(torch.device("cuda"), torch.device("cuda:1"))
-        True
-    """
+    """True if ``device`` is ``wanted``, or if ``wanted`` has no index and their types are equal."""
     return wanted.type == device.type and wanted.index in (None, device.index)
 
 
@@ -132,12 +127,7 @@ ClassT = TypeVar("ClassT")
 
 
 class Items(tuple[ItemT, ...]):
-    """A tuple that also equals a list of the same items.
-
-    Example:
-        >>> Items([1, 2]) == [1, 2] == Items((1, 2)) == (1, 2)
-        True
-    """
+    """A tuple that also equals a list of the same items."""
 
     __slots__ = ()
 

@@ -92,10 +92,6 @@ def document(
         parts: The results of the other functions.
         inherits: True for words in the colour of the surrounding page, for pages with a theme;
             False: as the reader's system is set, light or dark.
-
-    Example:
-        >>> document(9, 9, {"ours": "#34d399"}, [bar("ours", 0, 0, 9, 9)]).splitlines()[-2]
-        '<rect class="ours" x="0" y="0" width="9" height="9"/>'
     """
     kinds = "".join(f"  .tilework .{kind} {{ fill: {fill} }}\n" for kind, fill in colours.items())
     own = ' style="color:inherit"' if inherits else ""

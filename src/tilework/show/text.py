@@ -56,12 +56,7 @@ def printable(text: str) -> str:
 
 
 def html_of(styled: Styled) -> str:
-    """Text in a style as HTML.
-
-    Example:
-        >>> html_of(("a<b", "bold")), html_of(("1", "black on #8dd3c7"))
-        ('<b>a&lt;b</b>', '<span style="color:#000;background:#8dd3c7">1</span>')
-    """
+    """Text in a style as HTML."""
     text, style = escape(styled[0]), styled[1]
     if style in ("", "bold"):
         return f"<b>{text}</b>" if style else text

@@ -72,13 +72,7 @@ def why_no_hosts() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts(mbit: int | None = None) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a link of ``mbit`` megabits a second each way; None: unlimited.
-
-    Example::
-
-        with two_hosts(mbit=400) as hosts:
-            run_on_hosts(hosts, (0, 0, 1, 1), program)
-    """
+    """Two hosts joined by a link of ``mbit`` megabits a second each way; None: unlimited."""
     mark = secrets.token_hex(3)
     hosts = tuple(Host(f"tw-{mark}-{i}", f"tw{mark}{i}", f"10.213.77.{i + 1}") for i in range(2))
     try:

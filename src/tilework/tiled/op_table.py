@@ -277,15 +277,7 @@ def entry_of(name: str) -> OpEntry:
 
 
 def find(func: Any) -> tuple[OpEntry, bool]:
-    """The entry of a torch function, and whether this form writes to the first argument.
-
-    Example:
-        >>> import torch
-        >>> import tilework.tiled.rules
-        >>> entry, in_place = find(torch.Tensor.__iadd__)
-        >>> entry.name, entry.is_elementwise, in_place
-        ('add', True, True)
-    """
+    """The entry of a torch function, and whether this form writes to the first argument."""
     name, in_place = canonical_name(func)
     entry = _ENTRIES.get(func) or _ENTRIES.get(packet_of(func)) or _foreign_entry(func)
     if entry is None and in_place:

@@ -185,12 +185,7 @@ def assert_near(actual: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
-    """True if the contract defines reduction ``op`` for ``dtype``.
-
-    Example:
-        >>> defined("AVG", torch.int32)
-        False
-    """
+    """True if the contract defines reduction ``op`` for ``dtype``."""
     if op in _ARITHMETIC:
         return True
     if op in _AVERAGES:
@@ -225,12 +220,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def folded(op: str, contributions: Sequence[Tensor]) -> Tensor:
-    """The contributions combined in rank order, rounded to their dtype once.
-
-    Example:
-        >>> folded("SUM", [torch.ones(2), torch.ones(2)])
-        tensor([2., 2.])
-    """
+    """The contributions combined in rank order, rounded to their dtype once."""
     dtype = contributions[0].dtype
     wide = [tensor.to(accumulator(dtype)) for tensor in contributions]
     total = functools.reduce(_COMBINE[op], wide)

@@ -14,12 +14,7 @@ from tilework.tiled.rules.reduction_args import NARROW, keeps_sums
 
 
 def pointwise_names() -> set[str]:
-    """The names of operators with torch's tag ``pointwise``, without underscores at either end.
-
-    Example:
-        >>> {"add", "relu", "erfinv"} <= pointwise_names()
-        True
-    """
+    """The names of operators with torch's tag ``pointwise``, without underscores at either end."""
     names = {"leaky_relu"}  # not tagged before torch 2.7
     for full in torch._C._dispatch_get_all_op_names():
         space, _, name = full.partition("::")
