@@ -127,11 +127,8 @@ class _Background:
 
 
 def wait_for_pending() -> str | None:
-    """Wait for this rank's running save, if there is one. Local.
-
-    Returns:
-        The text of the save's error, if no call has raised the error yet; None otherwise, and in
-        later calls.
+    """Wait for this rank's running save, if any. Local. Returns the text of an error that no call
+    has raised yet.
     """
     background = current_world().states.get(_Background)
     last = None if background is None else background.last
@@ -145,10 +142,8 @@ def wait_for_pending() -> str | None:
 
 
 def raise_pending() -> None:
-    """Wait for this rank's running save. Local.
-
-    Raises:
-        CheckpointError: The save has failed, and no call has raised the error yet.
+    """Wait for this rank's running save; raise the error if it has failed, unless that was done.
+    Local.
     """
     failure = wait_for_pending()
     if failure is not None:
@@ -156,23 +151,15 @@ def raise_pending() -> None:
 
 
 def finish_pending(ranks: Ranks) -> None:
-    """Wait for the running saves of all these ranks. Collective.
-
-    Raises:
-        CheckpointError: On all ranks: some rank's save has failed, and no call there has raised the
-            error yet.
+    """Wait for the running saves of all these ranks. Collective. If one has failed, and no call
+    there has raised the error yet, all ranks raise a CheckpointError.
     """
     ranks.gather(raise_pending)
 
 
 def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:
     """Copy this rank's part, and start a thread that writes the copy. Collective; blocks to copy.
-
-    Args:
-        storage: The folder or URL to write to.
-        state: The state to save.
-        ranks: The ranks that save, in a group that only the thread uses.
-        options: As for saving.
+    Only the thread uses the group of ``ranks``.
     """
     background = current_world().state(_Background)
     background.close_with_rank()

@@ -53,10 +53,6 @@ def mapped_name(name: str, map_names: MapNames) -> Mapped:
 
     Raises:
         CheckpointError: ``map_names`` gives something else than names or a PieceOf.
-
-    Example:
-        >>> mapped_name("weight", {"weight": ["upper", "lower"]}), mapped_name("bias", {})
-        (['upper', 'lower'], 'bias')
     """
     mapped: Any = map_names(name) if callable(map_names) else (map_names or {}).get(name, name)
     if isinstance(mapped, str | PieceOf):
@@ -75,12 +71,6 @@ def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
 
     Raises:
         CheckpointError: The dtypes, or the sizes of other dims, differ.
-
-    Example:
-        >>> row = SavedTensor("q", "F32", (1, 2), (Part(Box((0, 0), (1, 2)), "f", 0, 8),))
-        >>> both = joined([row, replace(row, name="k")])
-        >>> both.name, both.shape, [str(part.box) for part in both.parts]
-        ('q + k', (2, 2), ['[0:1, 0:2]', '[1:2, 0:2]'])
     """
     first = tensors[0]
     for each in tensors:
@@ -106,13 +96,7 @@ def stacked(tensors: Sequence[SavedTensor]) -> SavedTensor:
 
 
 def unstacked(tensor: SavedTensor) -> list[SavedTensor]:
-    """The tensors that are stacked in one tensor along the first dim.
-
-    Example:
-        >>> rows = SavedTensor("x", "F32", (2, 3), (Part(Box((0, 0), (2, 3)), "f", 0, 24),))
-        >>> [(row.shape, row.parts[0].offset) for row in unstacked(rows)]
-        [((3,), 0), ((3,), 12)]
-    """
+    """The tensors that are stacked in one tensor along the first dim."""
     parts: list[list[Part]] = [[] for _ in range(tensor.shape[0])]
     for part in tensor.parts:
         count, offsets, sizes = part.box.sizes[0], part.box.offsets[1:], part.box.sizes[1:]
@@ -172,9 +156,7 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
 
 
 def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
-    """Cut a region of ``part`` into parts that are contiguous in the file.
-
-    ``region`` and ``window`` are in the tensor's coordinates; the new boxes are relative to
+    """Cut a region of ``part`` into parts that are contiguous in the file, with boxes relative to
     ``window``.
     """
     strides = [math.prod(part.box.sizes[d + 1 :]) for d in range(len(part.box.sizes))]

@@ -84,11 +84,7 @@ def settle(flat: FlatState) -> None:
 
 
 def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
-    """This rank's description. Local.
-
-    Args:
-        flat: The state of this rank.
-        ranks: The ranks that save together. A single rank compares no contents.
+    """This rank's description. Local. A single rank compares no contents.
 
     Raises:
         TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
@@ -121,10 +117,8 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
 
 
 def check_dense(tensor: Tensor, where: str) -> None:
-    """Raise unless a tensor is dense, with values in memory.
-
-    Raises:
-        TypeError: The tensor is sparse, quantized, nested or similar.
+    """Raise TypeError unless a tensor is dense, with values in memory: not sparse, quantized or
+    nested.
     """
     tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else (tensor,)
     for tile in tiles:  # plain tensors are quick to check
@@ -308,13 +302,7 @@ def _merge_containers(merged: dict[Path, str], own: Mapping[Path, str], rank: in
 
 
 def local_view(leaf: Tensor, box: Box, rank: int) -> Tensor:
-    """The view of this rank's memory for a box of a tensor.
-
-    Args:
-        leaf: The tensor.
-        box: A box within a local tile.
-        rank: This rank.
-    """
+    """The view of this rank's memory for a box within a local tile of a tensor."""
     if not isinstance(leaf, TiledTensor):
         return leaf.detach()[box.slices]
     for held, tile in zip(leaf.tiling.boxes_of(rank), leaf.local_tiles(), strict=True):

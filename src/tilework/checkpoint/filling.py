@@ -248,10 +248,8 @@ class Filling:
         return lambda: value
 
     def fill(self, tensor: Tensor, saved: SavedTensor, where: str) -> None:
-        """Add a tensor to the list of targets, which are filled later.
-
-        Raises:
-            CheckpointError: The tensor has another shape, or no memory to fill.
+        """Add a tensor to those that are filled later. Raises a CheckpointError if it has another
+        shape, or no memory.
         """
         tensor = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else awaited(tensor)
         problem = unfillable(tensor)
@@ -376,11 +374,8 @@ class Filling:
     # -- values without a place in the state ------------------------------------------------------
 
     def fresh(self, root: Path, into: Mapping[Path, Tensor] | None = None) -> Fresh:
-        """New containers, values and tensors for everything below a saved path.
-
-        Args:
-            root: The path in the checkpoint.
-            into: Tensors to fill, by their paths from ``root``; others are made, full, on the CPU.
+        """New containers, values and tensors (full, on the CPU) for everything below a saved path;
+        ``into`` has tensors to fill instead, by their paths from ``root``.
         """
         return Fresh(self, root, into or {})
 

@@ -74,10 +74,6 @@ def dotted(path: Path) -> str:
 
     Messages show this text, and a tensor at the path is saved under this name. If two paths give
     the same text, the caller has to make the names unique.
-
-    Example:
-        >>> dotted(("model", "0.weight")), dotted(())
-        ('model.0.weight', 'state')
     """
     return ".".join(map(str, path)) or "state"
 
@@ -129,14 +125,10 @@ def _leaf_json(leaf: Any) -> Any:
 
 
 def state_of_json(listed: Any, check: Callable[[Any], object] = decode_value) -> FlatState:
-    """The state that :func:`state_json` encoded.
-
-    Args:
-        listed: The JSON.
-        check: Called with the JSON of each value; raises ValueError if it is invalid.
+    """The state that :func:`state_json` encoded. ``check`` is called with the JSON of each value.
 
     Raises:
-        ValueError: The JSON is not from :func:`state_json`.
+        ValueError: The JSON is not from :func:`state_json`, or ``check`` raised.
     """
     flat = FlatState()
     try:

@@ -25,10 +25,8 @@ Adapt = Callable[[Any, Path], Any]
 def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
     """The state as a flat mapping from paths to leaves. Local, if ``adapt`` is.
 
-    Args:
-        state: Any nesting of dicts, lists, tuples, sets, tensors and values.
-        adapt: Called with each value and the path; returns containers for an object that has a
-            state, and other values unchanged.
+    ``adapt`` is called with each value and the path; it returns containers for an object that has a
+    state, and other values unchanged.
 
     Raises:
         TypeError: The state has something that a checkpoint does not hold; the message says where.
@@ -44,14 +42,8 @@ def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
 
 
 def check_levels(levels: int, path: Path) -> None:
-    """Refuse a state that is nested deeper than an index may be.
-
-    Args:
-        levels: The levels of JSON above the value at ``path``.
-        path: The path of the value.
-
-    Raises:
-        TypeError: The state is nested too deep; perhaps something contains itself.
+    """Raise TypeError if the value at ``path``, below so many levels of JSON, is too deep for an
+    index.
     """
     if levels > _MOST_LEVELS:
         raise TypeError(
@@ -107,14 +99,8 @@ def is_numpy_array(value: Any) -> bool:
 
 
 def numpy_as_tensor(array: Any, where: str) -> Tensor:
-    """A numpy array as a tensor that shares memory if torch can, else as a copy.
-
-    Args:
-        array: The array.
-        where: The place in the state, for messages.
-
-    Raises:
-        TypeError: torch has no dtype for the elements.
+    """A numpy array as a tensor that shares memory if torch can, else as a copy. Raises TypeError,
+    with ``where``, if torch has no dtype for the elements.
     """
     try:
         plain = array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -57,10 +57,8 @@ class WayOfReading(Protocol):
     """
 
     def __call__(self, load: HostLoad) -> None:
-        """Read this way's part of the plan.
-
-        Raises:
-            CheckpointError: Some bytes that this rank has read are damaged.
+        """Read this way's part of the plan; raise CheckpointError if bytes that this rank has read
+        are damaged.
         """
 
 

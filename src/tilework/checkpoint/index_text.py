@@ -95,10 +95,6 @@ def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
 def parse_index(text: bytes, where: str) -> Index:
     """The index in a file's text, once it has passed all checks that need no other files.
 
-    Args:
-        text: The file's contents.
-        where: The file, for messages.
-
     Raises:
         CheckpointError: The index is damaged, of a later version, or contradictory.
     """
@@ -260,10 +256,8 @@ def _number(value: Any) -> int:
 
 
 def number_list(values: Any) -> tuple[int, ...]:
-    """A list of JSON that must consist of integers from 0 on, such as a shape, as a tuple.
-
-    Raises:
-        TypeError, ValueError: The list has something else, or numbers are negative or too large.
+    """A list of JSON that must consist of integers from 0 on, such as a shape, as a tuple. Raises
+    TypeError or ValueError.
     """
     if not isinstance(values, list):
         raise TypeError(f"{values!r} is not a list of integers")
@@ -367,14 +361,12 @@ def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
 
 
 def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
-    """The key of each box in a safetensors file.
+    """The key of each box in a safetensors file: of the names and shapes of tensors, and the boxes,
+    in file order.
 
     A box that is the whole tensor has the tensor's name as the key, another box the name followed
     by the box. If a key is used already, by another box of the file or by safetensors itself, a
     number is appended.
-
-    Args:
-        pieces: The name and shape of the tensor, and the box, in file order.
 
     Example:
         >>> file_keys([("w", (4, 3), Box((2, 0), (2, 3))), ("w[2:4, 0:3]", (), Box((), ()))])
@@ -420,10 +412,8 @@ def is_ours(name: str) -> bool:
 
 
 def read_index(storage: Storage) -> Index:
-    """The index of a checkpoint. Local.
-
-    Raises:
-        CheckpointError: There is no index, or it is damaged.
+    """The index of a checkpoint. Local. Raises a CheckpointError if there is none, or it is
+    damaged.
     """
     return read_counting(storage)[1]
 
@@ -431,10 +421,8 @@ def read_index(storage: Storage) -> Index:
 def saved_state(
     index: Index, storage: Storage, check: Callable[[Any], object] = decode_value
 ) -> FlatState:
-    """The state in an index. ``check`` is called with each value's JSON, and may raise ValueError.
-
-    Raises:
-        CheckpointError: The state is not as docs/format.md says, or names missing tensors.
+    """The state in an index. ``check`` is called with each value's JSON, and may raise
+    ValueError.
     """
     where = storage.where(INDEX_NAME)
     try:
@@ -463,11 +451,7 @@ def names_of(leaf: Any) -> list[str]:
 
 
 def read_counting(storage: Storage) -> tuple[str, Index]:
-    """The name of the index file that counts (the first that is valid), and the index. Local.
-
-    Raises:
-        CheckpointError: As for :func:`read_index`.
-    """
+    """The name of the index file that counts (the first that is valid), and the index. Local."""
     try:
         return INDEX_NAME, _read(storage, INDEX_NAME)
     except CheckpointError as error:
@@ -489,10 +473,8 @@ def read_counting(storage: Storage) -> tuple[str, Index]:
 
 
 def write_index(storage: Storage, index: Index) -> None:
-    """Write the index of a folder, in the place of the old index. Local.
-
-    Raises:
-        CheckpointError, OSError: The index cannot be written. The old index stays valid.
+    """Write the index of a folder, in the place of the old index, which stays valid if that fails.
+    Local.
     """
     before = _kept(storage) if storage.writes_in_place else None
     try:

@@ -131,13 +131,6 @@ def plan_load(
         rank: This rank.
         chunk: The number of bytes that one checksum is of.
         splits: True if ranks of the host can combine checksums, so that a part may be split.
-
-    Example:
-        >>> whole = Box((0,), (4,))
-        >>> saved = SavedTensor("x", "F32", (4,), (Part(whole, "f", 0, 16, (0,)),))
-        >>> halves = Wanted(saved, ((Box((0,), (2,)), (0,)), (Box((2,), (2,)), (1,))))
-        >>> [str(read.need.box) for read in plan_load([halves], [0], 0, 1 << 20).reads]
-        ['[0:2]']
     """
     plan = LoadPlan(units={each: [] for each in host})
     loads = dict.fromkeys(host, 0)
@@ -296,8 +289,7 @@ def is_for_all(unit: ReadUnit, host: Sequence[int]) -> bool:
 def blocks_of(part: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Cut the elements of a part from ``start`` to ``stop``, in row-major order, into boxes.
 
-    Yields:
-        The first element of each box, counted from ``start``, and the box.
+    Yields the first element of each box, counted from ``start``, and the box.
 
     Example:
         >>> [(at, str(box)) for at, box in blocks_of(Box((0, 0), (3, 4)), 2, 8)]

@@ -56,21 +56,11 @@ def has_no_memory(tensor: Tensor) -> bool:
 def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
     """Give memory on the CPU to tensors of a model on ``meta`` that will be filled. Local.
 
-    Tied tensors stay tied. Buffers outside of the state dict get their values from the model
-    itself, if it belongs to transformers (``_init_weights``).
-
-    Args:
-        module: The model. The layouts of the tensors stay.
-        is_wanted: True for the names of tensors that will be filled.
+    Tied tensors stay tied, and layouts stay. Buffers outside of the state dict get their values
+    from the model itself, if it belongs to transformers (``_init_weights``).
 
     Raises:
         CheckpointError: A buffer on ``meta`` is in no state dict, and the model cannot make it.
-
-    Example:
-        >>> model = nn.Linear(2, 1, device="meta")
-        >>> give_memory(model, lambda name: name == "weight")
-        >>> model.weight.device, model.bias.device
-        (device(type='cpu'), device(type='meta'))
     """
     _check_fixed(module)
     made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -356,10 +346,8 @@ def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
 
 
 def check_files(reader: PartReader, names: Iterable[str]) -> None:
-    """Raise unless files exist with the lengths in the index. Local.
-
-    Raises:
-        CheckpointError: A file is missing or has another length; the error names the first.
+    """Raise a CheckpointError, for the first of the files that lacks the length in the index.
+    Local.
     """
     for name in names:
         reader.check_size(name)

@@ -242,10 +242,9 @@ def _checked_step(step: int) -> int:
 
 
 def remove_if_left(storage: Storage) -> bool:
-    """Remove a folder that has only leftovers of an unfinished save. Local.
+    """Remove a folder that has only leftovers of an unfinished save; True if it was removed. Local.
 
-    Returns:
-        True if it was removed. A folder with a damaged index or with other files stays.
+    A folder with a damaged index or with other files stays.
     """
     return _remove(storage, _is_left)
 

@@ -18,15 +18,6 @@ class NamePatterns:
 
     Args:
         patterns: Patterns as in a shell, case-sensitive; None: every name.
-
-    Example:
-        >>> patterns = NamePatterns(["model.*", "*.lr"])
-        >>> patterns.match("model.weight"), patterns.match("step")
-        (True, False)
-        >>> patterns.check(["model.weight", "step"])
-        Traceback (most recent call last):
-        ...
-        tilework.errors.CheckpointError: no name matches '*.lr': there are model.weight, step
     """
 
     def __init__(self, patterns: str | Sequence[str] | None) -> None:
@@ -55,10 +46,8 @@ class NamePatterns:
         return [pattern for pattern in self._patterns or () if pattern in self._idle]
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Raise if a pattern matches neither these names nor any name that was asked before.
-
-        Raises:
-            CheckpointError: The error names the first such pattern, and similar names.
+        """Raise if a pattern matches neither these names nor any that was asked before; names
+        similar ones.
         """
         for name in names:
             self.match(name)
@@ -66,11 +55,7 @@ class NamePatterns:
             self.refuse(idle[0])
 
     def refuse(self, pattern: str) -> NoReturn:
-        """Raise the error that no name matches ``pattern``.
-
-        Raises:
-            CheckpointError: Always.
-        """
+        """Raise the CheckpointError that no name matches ``pattern``."""
         known = list(self._seen)
         close = get_close_matches(pattern, known, 3)
         if close:

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 def no_collections() -> Iterator[None]:
     """Turn Python's garbage collector off within the block.
 
-    A plan of many boxes is many small tuples, and none is garbage: collections would take three
-    quarters of the time.
+    A plan of many boxes is many small tuples: collections would take three quarters of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

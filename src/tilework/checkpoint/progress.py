@@ -28,11 +28,6 @@ class Progress:
         total: The bytes to count on this rank. 0: unknown; the attribute may be set later.
         is_shown: False to draw nothing; None: draw if the error output is a terminal.
         afterwards: The cause of the wait after all bytes, for the bar, such as "the disk".
-
-    Attributes:
-        total: The bytes to count on this rank.
-        done: The bytes counted so far.
-        is_shown: True if the bar is drawn once a second has passed.
     """
 
     def __init__(

@@ -45,10 +45,6 @@ class Opened:
 def open_index(storage: Storage, state: Any) -> Opened:
     """The index of a checkpoint, or of published weights by the names of a model. Local.
 
-    Args:
-        storage: The folder.
-        state: The state to fill.
-
     Raises:
         CheckpointError: The folder has neither, or the index is damaged; or a model's conversion
             changes the order of elements.
@@ -136,13 +132,10 @@ def converted(
     converters: Sequence[Any],
     apply: Callable[[str], tuple[str, str | None]],
 ) -> Iterator[tuple[str, SavedTensor]]:
-    """Apply transformers' conversions to tensors; yield the new names and tensors.
+    """Apply transformers' converters to tensors; yield the new names and tensors.
 
-    Args:
-        tensors: The tensors by name.
-        converters: The converters of transformers.
-        apply: Returns the new name of a tensor, and the pattern of the converter that the name
-            matches; None if the tensor is only renamed.
+    ``apply`` gives the new name of a tensor, and the pattern of the converter that the name
+    matches; None if the tensor is only renamed.
     """
     by_pattern = {p: each for each in converters for p in each.source_patterns}
     together: dict[str, _Sources] = {}

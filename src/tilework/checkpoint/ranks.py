@@ -20,10 +20,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Ranks:
-    """The ranks of a group, or this process alone where there is no group.
-
-    Args:
-        group: The group; None: the default group, if there is one.
+    """The ranks of a group (None: the default group), or this process alone where there is no
+    group.
     """
 
     def __init__(self, group: AnyGroup = None) -> None:
@@ -57,15 +55,8 @@ class Ranks:
     def gather(self, make: Callable[[], T]) -> list[T]:
         """Call ``make()`` on each rank; return all results on all ranks, in order. Collective.
 
-        If any call raises, an error is raised on every rank.
-
-        Args:
-            make: Makes plain data, without communicating.
-
-        Raises:
-            CheckpointError: ``make`` raised a CheckpointError on some rank, or the system refused a
-                file or memory there.
-            Exception: ``make`` raised something else, here or on another rank.
+        ``make`` makes plain data, without communicating. If any call raises, an error is raised on
+        every rank: a CheckpointError if it was one, or if the system refused a file or memory.
         """
         results = self._outcomes(make)
         failed = {

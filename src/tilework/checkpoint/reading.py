@@ -102,10 +102,8 @@ class CoreReads:
             self._note(self._of_checked, read, at, stop)
 
     def add_shared(self, read: CoreRead, place: int) -> None:
-        """List a read that compares nothing.
-
-        It adds the shares that the wanted bytes have in the part's checksums to ``shares``, from
-        the number ``place`` on.
+        """List a read that compares nothing, but adds the shares of the wanted bytes in the part's
+        checksums to ``shares``, from the number ``place`` on.
         """
         part, descriptor = read.part, self.descriptor(read.part)
         begin, end = read.reach
@@ -120,11 +118,8 @@ class CoreReads:
             self._note(self._of_shared, read, at, stop)
 
     def run(self) -> None:
-        """Do the listed reads that are not done yet.
-
-        Raises:
-            CheckpointError: Bytes are damaged. Reads after them are not done.
-            OSError: The system cannot read a file; it names the file.
+        """Do the listed reads that are not done yet. After damaged bytes (CheckpointError), or a
+        file that cannot be read (OSError), the others are not done.
         """
         checked, of_checked = self._checked, self._of_checked
         shared, of_shared = self._shared, self._of_shared
@@ -281,10 +276,8 @@ class PartReader:
             self._open.popitem()[1].close()
 
     def check_sizes(self, files: list[str]) -> None:
-        """Raise if files are missing, or not as long as the index says.
-
-        Raises:
-            CheckpointError: The error names the first such file.
+        """Raise a CheckpointError, for the first of the files that is missing, or not as long as
+        the index says.
         """
         for name in files:
             self._file(name)
@@ -347,12 +340,8 @@ class PartReader:
         return (b"\1" if self.verify else b"\0") * chunk_count(part.nbytes, self.index.chunk_bytes)
 
     def read_chunks(self, tensor: SavedTensor, part: Part, start: int, memory: memoryview) -> None:
-        """Fill memory with a part's bytes from ``start`` on, and check them.
-
-        ``start`` is a multiple of the chunk size.
-
-        Raises:
-            CheckpointError: Bytes are damaged or missing.
+        """Fill memory with a part's bytes from ``start`` on, a multiple of the chunk size, and
+        check them.
         """
         self.read_some_chunks(tensor, part, start, memory, self.all_chunks(part))
         self.bytes_read += memory.nbytes
@@ -455,16 +444,8 @@ class PartReader:
         )
 
     def read_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
-        """Read a box of a part into a tensor of the box's size.
-
-        Args:
-            tensor: The tensor.
-            part: The part.
-            box: A box within the part, in the full tensor's coordinates.
-            target: The tensor to write, of any dtype and device; or runs, if the core reads.
-
-        Raises:
-            CheckpointError: The bytes are damaged.
+        """Read a box of a part, in the full tensor's coordinates, into a tensor of the box's size,
+        of any dtype and device; or into runs, if the core reads.
         """
         start, stop = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, self.all_chunks(part), (start, stop))
@@ -473,17 +454,8 @@ class PartReader:
     def read_shared_box(
         self, tensor: SavedTensor, part: Part, box: Box | None, target: Place | None, own: bytes
     ) -> None:
-        """Read a box of a part, and check this rank's share of the part's chunks.
-
-        Args:
-            tensor: The tensor.
-            part: The part.
-            box: As for :meth:`read_box`; None to check only.
-            target: As for :meth:`read_box`.
-            own: A byte for each chunk: not 0 if this rank checks it.
-
-        Raises:
-            CheckpointError: Some of the own chunks are damaged.
+        """Read a box of a part (None: none), and check the chunks that are this rank's: ``own`` has
+        a byte for each, which is 0 for those of others.
         """
         chunk = self.index.chunk_bytes
         first, last = own.find(1), own.rfind(1)
@@ -509,9 +481,6 @@ class PartReader:
 
         The shares of the box's bytes in the checksums of the part's chunks are added to the numbers
         of :meth:`collect_shares`, from the number ``place`` on.
-
-        Raises:
-            CheckpointError: The file ends.
         """
         reach = self._reach(tensor, part, box, target)
         itemsize = tensor.itemsize
@@ -532,11 +501,7 @@ class PartReader:
             self._tell(counted, reach, start, stop)
 
     def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
-        """Read a box of a part, and check nothing. Local.
-
-        Raises:
-            CheckpointError: The file ends.
-        """
+        """Read a box of a part, and check nothing. Local."""
         unchecked = bytes(chunk_count(part.nbytes, self.index.chunk_bytes))
         reach = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, unchecked, reach)
@@ -601,17 +566,7 @@ class PartReader:
 
 
 def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tensor) -> None:
-    """Read any box of a tensor, from all parts that overlap it.
-
-    Args:
-        reader: The checkpoint's files.
-        tensor: The tensor.
-        box: The region, in the tensor's coordinates.
-        target: A tensor of the box's size, which is overwritten.
-
-    Raises:
-        CheckpointError: The bytes are damaged.
-    """
+    """Read any box of a tensor, from all parts that overlap it, into a tensor of the box's size."""
     for part in reader.parts_of(tensor, box):
         shared = part.box.intersection(box)
         if shared is not None:
@@ -619,14 +574,8 @@ def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tenso
 
 
 def copy_region(elements: Tensor, part: Part, start: int, box: Box, target: Tensor) -> None:
-    """Copy those of some elements of a part that lie in a box into ``target``.
-
-    Args:
-        elements: Consecutive elements of the part.
-        part: The part.
-        start: The number in the part of the first of these elements.
-        box: A box within the part.
-        target: A tensor of the box's size.
+    """Copy, of consecutive elements of a part from the number ``start`` on, those in a box into
+    ``target``.
     """
     for at, block in blocks_of(part.box, start, start + elements.numel()):
         shared = block.intersection(box)

@@ -50,14 +50,8 @@ def with_links(storage: Storage) -> Storage:
 
 
 def published_index(storage: Storage, names: Iterable[str] | None = None) -> Index:
-    """Make an index for safetensors files from their headers. Local.
-
-    Args:
-        storage: The folder.
-        names: The files; None: the files in Hugging Face's index, or all safetensors files.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the index is invalid.
+    """Make an index for safetensors files from their headers: for the files in Hugging Face's
+    index, or all, unless ``names`` are given. Local.
     """
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, SavedFile] = {}
@@ -75,11 +69,7 @@ def published_index(storage: Storage, names: Iterable[str] | None = None) -> Ind
 
 
 def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
-    """The folder of a safetensors file or of several, and an index made from the headers.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the index is invalid.
-    """
+    """The folder of a safetensors file or of several, and an index made from the headers."""
     place, name = place_of(path)
     storage = with_links(place)
     return storage, published_index(storage, None if name is None else [name])
@@ -209,18 +199,11 @@ def plan_published(
 ) -> list[PlannedFile]:
     """Plan files for tensors: one file if they fit, else several of at most ``file_bytes``.
 
-    Args:
-        tensors: The tensors, in order.
-        file_bytes: The maximum of bytes of elements in a file; a larger tensor has a file alone.
-        mark: Eight hexadecimal digits for the names of several files, if plain names are taken.
+    A larger tensor has a file alone. ``mark``: eight hexadecimal digits for the names of several
+    files, if plain names are taken.
 
     Raises:
         CheckpointError: A tensor has a name that no file can have.
-
-    Example:
-        >>> two = [TensorToSave(name, "F32", (4,), ()) for name in "xy"]
-        >>> [each.name for each in plan_published(two, 16)]
-        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
     groups: list[list[TensorToSave]] = [[]]
     used = 0

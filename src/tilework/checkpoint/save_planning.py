@@ -25,11 +25,7 @@ _ALIGNMENT = 64
 
 
 def check_file_bytes(file_bytes: int) -> None:
-    """Raise unless ``file_bytes`` is a valid maximum of bytes of elements in a file.
-
-    Raises:
-        ValueError: It is not an integer of at least 1.
-    """
+    """Raise ValueError unless a file's maximum of bytes of elements is an integer of at least 1."""
     if not isinstance(file_bytes, int) or file_bytes < 1:
         raise ValueError(f"file_bytes must be a number of bytes, 1 or more, got {file_bytes!r}")
 
@@ -86,10 +82,6 @@ def assign_writers(
     If a single rank holds a box, this rank writes it. Boxes that several ranks hold are dealt out
     among these ranks, and split where that balances the bytes. Takes time proportional to the
     number of boxes.
-
-    Args:
-        tensors: The tensors.
-        ranks: The ranks that save.
 
     Raises:
         ValueError: A box is held by a rank that does not save.
@@ -264,20 +256,9 @@ def plan_files(
     prefix: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[FilePlan]:
-    """Plan the files of one rank. Boxes without elements are in no file.
+    """Plan the files of one rank, of at most ``file_bytes`` bytes of elements each.
 
-    Args:
-        tensors: The tensors to save, which tasks name by number.
-        tasks: The boxes that the rank writes.
-        prefix: The beginning of the files' names.
-        file_bytes: The maximum of bytes of elements in a file; larger boxes are split.
-
-    Example:
-        >>> box = Box((0,), (6,))
-        >>> x = TensorToSave("x", "F32", (6,), ((box, (0,)),))
-        >>> plans = plan_files([x], [BoxToWrite(0, box, 24)], "rank0", 16)
-        >>> [(plan.name, str(plan.boxes[0].box)) for plan in plans]
-        [('rank0-00000.safetensors', '[0:4]'), ('rank0-00001.safetensors', '[4:6]')]
+    Tasks name tensors by number. Larger boxes are split; boxes without elements are in no file.
     """
     files: list[list[BoxToWrite]] = []
     used = file_bytes

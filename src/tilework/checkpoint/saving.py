@@ -134,13 +134,7 @@ def prepare_save(
     """Compare the ranks' states, plan the files, and lock the folder. Collective; blocks.
 
     No file of the checkpoint is written or removed yet, and therefore it takes little time.
-
-    Args:
-        storage: The folder or URL to write to.
-        state: The state of this rank.
-        ranks: The ranks that save together.
-        options: Settings of the save.
-        first: Called on each rank before all else; may raise a CheckpointError.
+    ``first`` is called on each rank before all else, and may raise a CheckpointError.
 
     Raises:
         CheckpointError: Another save is running there, or the folder cannot be made.
@@ -224,12 +218,9 @@ class _Path:
 
 
 def remove_leftovers(storage: Storage) -> list[str]:
-    """Remove files of saves that did not end. Local; the caller holds the lock.
+    """Remove files of saves that did not end; return their names. Local; the caller holds the lock.
 
     Files with names that no save gives stay. If the index cannot be read, all finished files stay.
-
-    Returns:
-        The names of the removed files.
     """
     names = storage.names()
     used: set[str] = set()
@@ -266,13 +257,8 @@ class _WrittenFile:
 def write_files(
     storage: Storage, plans: Sequence[FilePlan], source: Source, progress: Progress
 ) -> list[_WrittenFile]:
-    """Write some files, each whole or absent. Local.
-
-    Args:
-        storage: The folder.
-        plans: The files to write.
-        source: Yields the elements of a box, as contiguous tensors.
-        progress: Called with the number of written bytes.
+    """Write some files, each whole or absent. Local. ``source`` yields the elements of a box, as
+    contiguous tensors.
     """
     written = []
     for plan in plans:
@@ -310,16 +296,8 @@ def _write_box(
 
 
 def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progress) -> Index | None:
-    """Write this rank's files; after all ranks, the first rank writes the index. Collective.
-
-    Args:
-        save: The prepared save.
-        source: Yields the elements of a box, as contiguous tensors.
-        ranks: The ranks that save, in the group to communicate on.
-        progress: Called with the number of written bytes.
-
-    Returns:
-        The index on the first rank; None on other ranks.
+    """Write this rank's files; after all ranks, the first rank writes the index and returns it.
+    Collective.
 
     Raises:
         CheckpointError: On all ranks: a file could not be written on some rank. The previous
@@ -387,12 +365,8 @@ def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
 def commit_index(storage: Storage, index: Index) -> None:
     """Write the index, which completes the checkpoint; then remove replaced files. Local.
 
-    Args:
-        storage: The folder.
-        index: The index. All files that it lists have been written.
-
     Raises:
-        CheckpointError: A file of another rank is missing.
+        CheckpointError: A file that the index lists is missing.
     """
     _check_visible(storage, index)
     replaced = _files_of_present(storage)

@@ -31,13 +31,8 @@ PIECE_BYTES = 32 << 20
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy the elements of ``value`` into ``target``.
-
-    Collective over the ranks of ``value`` if it is sharded in another way than ``target``.
-
-    Args:
-        target: A tensor of any layout that is not partial.
-        value: A tensor of the same shape: whole on each rank, or sharded.
+    """Copy the elements of ``value`` into ``target``, of any layout that is not partial. Collective
+    over the ranks of ``value`` if it is sharded in another way.
     """
     target, value = _ours(target), _ours(value)
     if isinstance(value, TiledTensor):
@@ -51,11 +46,8 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def broadcast_into(target: Tensor, value: Any) -> None:
-    """Send the elements that rank 0 has into ``target`` on all ranks. Collective; in pieces.
-
-    Args:
-        target: A tensor of any layout that is not partial.
-        value: Has the ``shape`` and ``dtype`` of the elements, and on rank 0 also the ``tensor``.
+    """Send the elements of rank 0's ``value.tensor`` into ``target`` on all ranks. Collective; in
+    pieces. Elsewhere ``value`` has ``shape`` and ``dtype``.
     """
     group = get_default_group()
     tiles = list(_tiles(_ours(target)))

@@ -267,11 +267,7 @@ calls = FileCalls()
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that this machine has mounted.
-
-    Args:
-        folder: The folder; it need not exist.
-    """
+    """A folder of a file system that this machine has mounted; it need not exist."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -351,11 +347,7 @@ class LocalStorage(Storage):
 
 
 class LinkedStorage(LocalStorage):
-    """A folder whose files may be links, as in Hugging Face's cache of downloads.
-
-    Args:
-        folder: The folder.
-    """
+    """A folder whose files may be links, as in Hugging Face's cache of downloads."""
 
     def open(self, name: str) -> FileReader:
         return _LocalReader(Path(os.path.realpath(self.folder / name)), self.where(name))
@@ -559,10 +551,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def plain_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The path that a ``file://`` or ``local://`` URL names; other paths unchanged.
-
-    Raises:
-        ValueError: The URL names a host.
+    """The path that a ``file://`` or ``local://`` URL names; other paths unchanged. A URL with a
+    host is refused (ValueError).
 
     Example:
         >>> plain_path("file:///data/my%20run"), plain_path("s3://bucket/run")

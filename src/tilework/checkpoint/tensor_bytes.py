@@ -26,14 +26,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, where: str = "a tensor") -> str:
-    """The index's name of a dtype.
-
-    Args:
-        dtype: The dtype.
-        where: Names the tensor in the error.
-
-    Raises:
-        TypeError: Checkpoints cannot hold the dtype.
+    """The index's name of a dtype. Raises TypeError, with ``where``, if checkpoints cannot
+    hold it.
     """
     name = NAMES.get(dtype)
     if name is None:
@@ -64,11 +58,6 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
 
     None if the core should not write there: the target is not in CPU memory, the box is empty, or
     runs are short. The target has the size of the box.
-
-    Example:
-        >>> memory = torch.zeros(2, 32)
-        >>> runs_of(Box((0, 0), (4, 64)), Box((1, 0), (2, 32)), memory)[1:]
-        (256, 128, [2], [256], [128])
     """
     if target.device.type != "cpu" or target.is_conj() or target.is_neg() or box.empty:
         return None
@@ -80,13 +69,8 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
 
 
 def runs_in_place(part: Box, box: Box, address: int, itemsize: int) -> Runs:
-    """The contiguous runs of a box's bytes in a part; to be written to a copy of the whole part.
-
-    Args:
-        part: The part.
-        box: A box within the part; not empty.
-        address: The address in memory of the part's first byte.
-        itemsize: The bytes of an element.
+    """The contiguous runs of a box's bytes in a part; to be written to a copy, at ``address``, of
+    the whole part.
 
     Example:
         >>> runs_in_place(Box((0, 0), (4, 64)), Box((1, 0), (2, 32)), 0, 4)
@@ -164,10 +148,8 @@ def is_in_place(view: Tensor) -> bool:
 
 
 def pieces_in_order(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
-    """The elements of a tensor in row-major order, in flat tensors on the CPU.
-
-    Each has at most ``most_bytes`` bytes. A tensor that lies in that order on the CPU is not
-    copied.
+    """The elements of a tensor in row-major order, in flat tensors on the CPU of at most
+    ``most_bytes`` bytes; copied only if they do not lie so.
     """
     view = view.detach()
     if is_in_place(view):
@@ -219,13 +201,10 @@ def lasting_bytes(nbytes: int) -> Tensor:
 
 
 def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
-    """Copy tensors into memory, each in row-major order from a given byte on.
+    """Copy tensors without gradients, each in row-major order, into bytes on the CPU, each from an
+    aligned byte on.
 
     Large copies bypass the CPU's caches and use several threads, up to torch's number of threads.
-
-    Args:
-        sources: The tensors, without gradients, and their aligned starts in the memory.
-        memory: Bytes on the CPU.
     """
     plain: list[tuple[int, int, int]] = []
     address = memory.data_ptr()

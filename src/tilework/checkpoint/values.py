@@ -23,11 +23,7 @@ def encode_value(value: Any, where: str) -> Any:
 
     Args:
         value: None, a bool, a number, a string, bytes, a dtype or device of torch, or a list or
-            tuple of plain values.
-        where: The place in the state, for messages.
-
-    Raises:
-        TypeError: The value is of another type.
+            tuple of plain values. Others raise a TypeError, with the place ``where``.
 
     Example:
         >>> encode_value(float("inf"), "x"), encode_value(b"a", "x"), encode_value(1.5, "x")
@@ -100,11 +96,7 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def decode_value(listed: Any) -> Any:
-    """The value that :func:`encode_value` encoded.
-
-    Raises:
-        ValueError: The JSON is not from :func:`encode_value`.
-    """
+    """The value that :func:`encode_value` encoded. Raises ValueError for any other JSON."""
     if isinstance(listed, list):
         return [decode_value(each) for each in listed]
     if not isinstance(listed, dict):
@@ -121,9 +113,6 @@ def decode_value(listed: Any) -> Any:
 
 def value_text(listed: Any) -> str:
     """The text that Python shows for a value that :func:`encode_value` encoded. Imports no torch.
-
-    Raises:
-        ValueError: The JSON is not from :func:`encode_value`.
 
     Example:
         >>> value_text([1.5, {"$": "dtype", "v": "bfloat16"}])

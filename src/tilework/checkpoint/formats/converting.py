@@ -176,11 +176,7 @@ def format_of_name(path: AnyPath) -> str:
 
 
 def open_source(path: AnyPath) -> Source:
-    """The source of a file or folder, in any known format.
-
-    Raises:
-        CheckpointError: The format is unknown, or the source is damaged.
-    """
+    """The source of a file or folder, in any known format; raises CheckpointError for others."""
     if is_url(path):
         storage = storage_at(path)
         names = storage.names()

@@ -108,10 +108,8 @@ class DcpMetadata:
 
 @no_collections()
 def read_dcp_metadata(folder: Path) -> DcpMetadata:
-    """Read the ``.metadata`` file of a DCP folder.
-
-    Raises:
-        CheckpointError: The metadata are damaged, or have objects that DCP does not write.
+    """Read the ``.metadata`` file of a DCP folder; refuse what is damaged, or what DCP does not
+    write.
     """
     where = folder / METADATA
     text = where.read_bytes()
@@ -241,11 +239,7 @@ def _path(keys: Any) -> tuple[Any, ...]:
 
 
 def open_dcp(folder: Path) -> DcpSource:
-    """The state in a folder of DCP.
-
-    Raises:
-        CheckpointError: Metadata or files are damaged, or have objects that DCP does not write.
-    """
+    """The state in a folder of DCP."""
     metadata = read_dcp_metadata(folder)
     try:
         return DcpSource(folder, metadata)
@@ -255,11 +249,8 @@ def open_dcp(folder: Path) -> DcpSource:
 
 
 class DcpSource(Source):
-    """A folder of DCP. A tensor in several parts is assembled in a temporary file when it is used.
-
-    Args:
-        folder: The folder.
-        metadata: DCP's metadata.
+    """A folder of DCP. A tensor in several parts is assembled in a temporary file when it
+    is used.
     """
 
     def __init__(self, folder: Path, metadata: DcpMetadata) -> None:
@@ -398,10 +389,8 @@ def _add_containers(flat: FlatState) -> None:
 
 
 def write_dcp(source: Source, folder: Path) -> None:
-    """Write a source in DCP's format. Tensors lie in temporary files meanwhile, not in memory.
-
-    Raises:
-        CheckpointError: The folder is not empty, or DCP failed to write.
+    """Write a source into an empty folder in DCP's format. Tensors lie in temporary files
+    meanwhile, not in memory.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -92,12 +92,9 @@ class IndexedSource(Source):
 
 @contextmanager
 def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
-    """A maker of tensors in files of a temporary folder, which is removed at the end.
+    """A maker of tensors in files of a temporary folder beside a path, which is removed at the end.
 
     The system can write such tensors back to the disk when memory is short.
-
-    Args:
-        beside: The temporary folder is made beside this path.
     """
     with tempfile.TemporaryDirectory(
         prefix=f".{beside.name}.", dir=beside.absolute().parent
@@ -153,28 +150,18 @@ def _take_room(path: Path, nbytes: int) -> None:
 
 
 def open_safetensors(path: AnyPath) -> Source:
-    """The tensors of a file, or of a folder with Hugging Face's index.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the index is invalid.
-    """
+    """The tensors of a file, or of a folder with Hugging Face's index."""
     storage, index = safetensors_index(path)
     flat = FlatState({(key,): NamedTensor(key) for key in index.tensors}, {(): "dict"})
     return IndexedSource(storage, index, flat, verify=False)
 
 
 def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
-    """Write the tensors of a source to a file, or to a folder of files with an index.
+    """Write the tensors of a source to a file (``*.safetensors``), or to a folder of files with an
+    index.
 
-    Values that are not tensors are left out, as the format has none.
-
-    Args:
-        source: The source.
-        path: A file's name that ends with ``.safetensors``, or a folder.
-        file_bytes: The maximum of bytes of a file in a folder; a larger tensor has a file alone.
-
-    Raises:
-        CheckpointError: A file cannot be written.
+    Values that are not tensors are left out, as the format has none. Files of a folder have at most
+    ``file_bytes`` bytes; a larger tensor has a file alone.
     """
     storage, name = place_of(path)
     if name is not None:

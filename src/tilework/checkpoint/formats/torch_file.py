@@ -40,12 +40,7 @@ class StateSource(Source):
 
 
 def open_torch_file(path: Path) -> Source:
-    """The state in a file of torch.save, mapped instead of read where torch can.
-
-    Raises:
-        CheckpointError: It is not a file of torch.save, or has objects other than tensors, plain
-            values and containers.
-    """
+    """The state in a file of torch.save, mapped instead of read where torch can."""
     try:
         state = load_weights_only(path, str(path), mmap=True)
     except CheckpointError:  # a file of torch before 1.6, or not a file of torch
@@ -59,10 +54,7 @@ def open_torch_file(path: Path) -> Source:
 def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
     """The contents of a file of torch.save: tensors, and plain containers and values.
 
-    Args:
-        file: The file, or the file's name.
-        where: The file's name, for messages.
-        settings: Further settings of ``torch.load``.
+    ``where`` names the file in messages; ``settings`` are those of ``torch.load``.
 
     Raises:
         CheckpointError: The file is damaged, or has other objects.
@@ -91,11 +83,7 @@ def _problem(error: Exception) -> str:
 
 
 def write_torch_file(source: Source, path: Path) -> None:
-    """Write a source to a file of torch.save. Tensors lie in temporary files meanwhile.
-
-    Raises:
-        CheckpointError: The file cannot be written.
-    """
+    """Write a source to a file of torch.save. Tensors lie in temporary files meanwhile."""
     with mapped_tensors(path) as mapped:
         state = state_of_source(source, mapped.filled)
         unfinished = path.with_name(f"{path.name}.part")
