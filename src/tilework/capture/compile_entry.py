@@ -24,13 +24,8 @@ from tilework.errors import CaptureError
 def compile_model(
     original: Callable[..., Any], model: Any = None, *, fullgraph: bool = False, **settings: Any
 ) -> Any:
-    """``torch.compile``, but functions with DTensors are recorded instead of traced. Local.
-
-    Args:
-        original: torch's function.
-        model: The function or module; None: return a decorator.
-        fullgraph: Raise if the function cannot be recorded.
-        settings: The other arguments of ``torch.compile``.
+    """``torch.compile`` (``original``), but functions with DTensors are recorded instead of traced.
+    Local.
     """
     if model is None:
         return lambda model: compile_model(original, model, fullgraph=fullgraph, **settings)

@@ -340,12 +340,8 @@ _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
 def key_of_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Collection[int] = ()
 ) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and a key: calls with equal keys may share a record.
-
-    Args:
-        args: The arguments.
-        kwargs: The keyword arguments.
-        numbers: The positions of floats among the leaves that are inputs of programs.
+    """The leaves of a call's arguments, and a key: calls with equal keys may share a record. The
+    leaves at the positions ``numbers`` are floats that programs take as inputs.
     """
     leaves: list[Any]
     if kwargs or not all(arg.__class__ in _LEAVES for arg in args):

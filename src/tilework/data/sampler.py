@@ -22,12 +22,7 @@ Uneven = Literal["pad", "drop", "keep"]
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch takes the ``length`` rows of a dataset; the same on every rank.
 
-    Args:
-        length: The number of rows.
-        shuffle: True: each epoch has another order. False: all have the order of the dataset.
-        seed: The seed of the order.
-        epoch: The number of the epoch, which is added to the seed. The order is the same as that of
-            torch's DistributedSampler.
+    With ``shuffle`` each epoch has another order, that of torch's DistributedSampler for this seed.
     """
     if not shuffle:
         return torch.arange(length, device="cpu")

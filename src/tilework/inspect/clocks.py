@@ -38,12 +38,8 @@ def difference(ours: RankTrace, theirs: RankTrace, bounds: tuple[float, float]) 
 
 
 def bounds_of(ours: set[int], theirs: set[int], joint: Iterable[Parts]) -> tuple[float, float]:
-    """The least and the largest number to add to their clock, from operations of both.
-
-    Args:
-        ours: The ranks of the host whose clock counts.
-        theirs: The ranks of the other host.
-        joint: Operations with all parts, each on the clock of the rank's host.
+    """The least and the largest number to add to the clock of the ranks ``theirs``, from operations
+    with all parts, each on the clock of the rank's host.
     """
     low, high = -math.inf, math.inf
     for parts in joint:

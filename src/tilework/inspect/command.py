@@ -14,16 +14,10 @@ from tilework.inspect.timeline import read_timeline
 
 
 def show_trace(folder: Path, output: Path | None = None, as_json: bool = False) -> int:
-    """Print the summary of the trace in ``folder``, and write it for a viewer.
+    """Print the summary of the trace in ``folder``, perhaps as JSON, and write it for a viewer.
 
-    Args:
-        folder: The folder with the ranks' files.
-        output: A file to write: ``.json`` for Perfetto, with an HTML page of the same name beside
-            it; ``.html`` for the page alone. None: only the summary.
-        as_json: Print the summary as JSON.
-
-    Returns:
-        0; 2 if there is no trace, or the file cannot be written.
+    ``output`` is a ``.json`` for Perfetto, with an HTML page of the same name beside it, or the
+    page alone (``.html``). Returns 0; 2 if there is no trace, or the file cannot be written.
     """
     try:
         if output is not None and output.suffix not in (".json", ".html"):

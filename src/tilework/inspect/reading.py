@@ -138,10 +138,8 @@ class RankTrace:
 def read_folder(
     folder: str | os.PathLike[str], most_bytes: int = MOST_READ_BYTES
 ) -> list[RankTrace]:
-    """The traces in a folder, by rank.
-
-    Raises:
-        TraceError: There is no trace, or there are traces of several jobs.
+    """The traces in a folder, by rank; refuses folders without traces, or with those of several
+    jobs.
     """
     path = Path(folder)
     try:
@@ -249,11 +247,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path, most_bytes: int = MOST_READ_BYTES, sample: Sample = _ALL) -> RankTrace:
-    """The trace of one rank, as far as the file goes.
-
-    Raises:
-        TraceError: The file cannot be read, or is no trace of this version.
-    """
+    """The trace of one rank, as far as the file goes; refuses those of other versions."""
     try:
         with _opened(path) as file:
             trace = _header(file.readline(_MOST_LINE_BYTES))

@@ -42,12 +42,10 @@ _MOST_TEXTS: Final = 1 << 16
 
 
 class Writer:
-    """Writes the operations and spans of one rank into a folder. The World's sink while it runs.
+    """Writes the operations and spans of one rank into a folder, which all ranks of the job share.
+    The World's sink while it runs.
 
-    Args:
-        folder: The folder, which all ranks of the job share.
-        world: The rank's World.
-        most_bytes: The file is not made larger; later events are left out.
+    The file is not made larger than ``most_bytes``; later events are left out.
     """
 
     def __init__(self, folder: Path, world: World, most_bytes: int = MOST_BYTES) -> None:
@@ -77,11 +75,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="tilework-trace", daemon=True)
 
     def start(self) -> None:
-        """Begin to write.
-
-        Raises:
-            TraceError: The rank is traced already, or the folder cannot be made.
-        """
+        """Begin to write; refuse if the rank is traced already, or the folder cannot be made."""
         if self._world.sink is not None:
             raise TraceError(
                 "this rank is traced already (by an outer trace(), or by tilework run --trace): "

@@ -161,14 +161,8 @@ def packed(boxes: Sequence[Box]) -> list[Box]:
 
 
 def whole_number(number: Any, takes: str) -> int:
-    """The number, if it is an integer: not a bool, a float or a text.
-
-    Args:
-        number: The argument.
-        takes: The start of the error message, which says what is expected.
-
-    Raises:
-        TypeError: The argument is not an integer.
+    """The number, if it is an integer: not a bool, a float or a text. Else a TypeError, which
+    begins with ``takes``: what is expected.
     """
     if number.__class__ is int:
         return number
@@ -181,11 +175,7 @@ def whole_number(number: Any, takes: str) -> int:
 
 
 def whole_numbers(numbers: Any, takes: str) -> Ints:
-    """The numbers of any iterable, if all are integers.
-
-    Raises:
-        TypeError: The argument is not an iterable, or has items that are not integers.
-    """
+    """The numbers of any iterable, if all are integers; else a TypeError."""
     if isinstance(numbers, str) or not isinstance(numbers, Iterable):
         raise TypeError(f"{takes}; got {numbers!r}")
     return tuple([whole_number(number, takes) for number in numbers])
@@ -236,12 +226,7 @@ def chunk_offsets(extent: int, n: int) -> list[int]:
 
 
 def chunk_at(extent: int, n: int, place: int) -> tuple[int, int]:
-    """Offset and size of one of the ``n`` chunks; an empty chunk is at the end of the extent.
-
-    Example:
-        >>> [chunk_at(10, 4, place) for place in range(4)]
-        [(0, 3), (3, 3), (6, 3), (9, 1)]
-    """
+    """Offset and size of one of the ``n`` chunks; an empty chunk is at the end of the extent."""
     size = chunk_size(extent, n)
     start = min(size * place, extent)
     return start, min(size, extent - start)
@@ -334,12 +319,8 @@ def dealt_blocks(length: int, turns: int, place: int) -> list[int]:
 
 
 def shard_sizes(extent: int, length: int, cut: Cut) -> Ints | None:
-    """The sizes of the shards of an extent along one axis; None if given sizes do not add up to it.
-
-    Args:
-        extent: The extent that is split.
-        length: The number of ranks along the axis.
-        cut: The way in which the axis splits.
+    """The sizes of the shards of an extent along an axis of ``length`` ranks; None if given sizes
+    do not add up to it.
 
     Example:
         >>> shard_sizes(7, 2, None), shard_sizes(7, 2, 2)
@@ -358,12 +339,7 @@ def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
     """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
 
     There is a shard for each combination of coordinates along the axes of ``splits``, the last axis
-    running fastest: in the order of offsets.
-
-    Args:
-        extent: The extent that is sharded.
-        lengths: The number of ranks along each axis of the mesh.
-        splits: The axes that shard the extent.
+    running fastest: in the order of offsets. ``lengths`` are those of all axes of the mesh.
 
     Raises:
         SeveralRangesError: An axis deals blocks in turns.
@@ -437,14 +413,8 @@ def _consecutive(ranges: Ranges, sizes: Sequence[int]) -> list[Ranges]:
 def shard_at(
     extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]
 ) -> tuple[int, int]:
-    """Offset and size of the shard of an extent at a mesh coordinate.
-
-    Raises:
-        SeveralRangesError: An axis deals blocks in turns.
-
-    Example:
-        >>> shard_at(8, (2, 2), ((1, (5, 3)), (0, None)), (1, 0))
-        (3, 2)
+    """Offset and size of the shard of an extent at a mesh coordinate, unless blocks are dealt in
+    turns.
     """
     offset = 0
     for axis, cut in splits:
@@ -468,12 +438,7 @@ def size_at(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int
 
 @lru_cache(maxsize=4096)
 def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
-    """The different sizes that shards of an extent have, ascending; empty if sizes do not fit.
-
-    Example:
-        >>> shard_extents(8, (2, 2), ((1, (5, 3)), (0, None)))
-        (1, 2, 3)
-    """
+    """The different sizes that shards of an extent have, ascending; empty if sizes do not fit."""
     extents = {extent}
     for axis, cut in splits:
         parts = [shard_sizes(size, lengths[axis], cut) for size in extents]
@@ -486,13 +451,9 @@ def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
 def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | None, ...] | None:
     """The sizes of each axis's shards, from all shards' sizes: the inverse of :func:`shards`.
 
-    Args:
-        sizes: The sizes of all shards, in the order of offsets.
-        lengths: The number of ranks along each sharding axis, the outermost first.
-
-    Returns:
-        For each axis the sizes (None: as ``torch.chunk`` splits); None if no placement has these
-        shards, because an axis splits equally everywhere.
+    ``lengths`` are those of the sharding axes alone, the outermost first. An axis that splits as
+    ``torch.chunk`` has None. None if no placement has these shards, because an axis splits equally
+    everywhere.
 
     Example:
         >>> infer_splits((3, 2, 2, 1), (2, 2)), infer_splits((3, 2, 1, 2), (2, 2))
@@ -583,10 +544,8 @@ def _extents_by_rank(
 
 
 def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:
-    """The region of a tensor that the rank at a mesh coordinate holds.
-
-    Raises:
-        SeveralRangesError: It holds several, as an axis deals blocks of a dim in turns.
+    """The region of a tensor that the rank at a mesh coordinate holds, unless blocks are dealt in
+    turns.
     """
     spans = [
         shard_at(extent, lengths, of_dim, coordinate)

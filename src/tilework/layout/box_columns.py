@@ -47,13 +47,8 @@ def first_free(starts: Sequence[Column], ends: Sequence[Column], shape: Sequence
     """The first point of a shape, in row-major order, that lies in no box.
 
     Found dim by dim: the coordinate is the first at which the volumes of the boxes' cross-sections
-    do not add up to the volume of the shape's cross-section. O(n log n) for each dim.
-
-    Args:
-        starts: The starts of all boxes, in each dim. Boxes are within the shape, disjoint, and
-            leave a point.
-        ends: The ends of all boxes, in each dim.
-        shape: The extents.
+    do not add up to the volume of the shape's cross-section. O(n log n) for each dim. Boxes are
+    within the shape, disjoint, and leave a point.
 
     Example:
         >>> first_free([[0, 0], [0, 3]], [[4, 4], [2, 5]], [4, 5])

@@ -158,10 +158,8 @@ Placement = Shard | Replicate | Partial
 
 
 def placements_in(placements: Any) -> tuple[Any, ...]:
-    """The placements that a function was given, one for each axis of a mesh.
-
-    Raises:
-        TypeError: It is a single placement, or not a sequence.
+    """The placements that a function was given, one for each axis of a mesh; not a single
+    placement.
     """
     kind = type(placements)
     if isinstance(placements, (tuple, list)):
@@ -180,19 +178,15 @@ def placements_in(placements: Any) -> tuple[Any, ...]:
 
 
 def order_in(order: Any) -> Ints:
-    """The axes that a function was given, in the order in which they shard.
-
-    Raises:
-        TypeError: They are not integers.
+    """The axes that a function was given, in the order in which they shard: integers, or a
+    TypeError.
     """
     return whole_numbers(order, _ORDER)
 
 
 def native_placement(placement: Any) -> Any:
-    """This library's placement for a torch placement; anything else is returned unchanged.
-
-    Raises:
-        TypeError: It is a placement of torch that has no meaning alone.
+    """This library's placement for a torch placement; anything else is returned unchanged. Refuses
+    a placement of torch that has no meaning alone.
     """
     kind = type(placement)
     if isinstance(placement, _PlacementKind) or not kind.__module__.startswith("torch.distributed"):
@@ -256,21 +250,15 @@ _CALLERS = ("torch.distributed", "torch.nn.parallel")
 
 def refuse_torch_caller(what: object, instead: str) -> None:
     """Raise TypeError if the method that calls this was called by code of torch.distributed.
-
-    Args:
-        what: The object that was given to torch's function.
-        instead: The rest of the sentence: the object's library, and what torch takes instead.
+    ``instead`` ends the sentence: the object's library, and what torch takes instead.
     """
     if called_by_torch(2):
         raise TypeError(f"{what!r} is {instead}")
 
 
 def called_by_torch(depth: int = 1) -> bool:
-    """True if code of torch.distributed, or of torch.nn.parallel, called the caller of this.
-
-    Args:
-        depth: The caller to look at: 1 is the caller of the function that calls this, 2 the caller
-            of that caller.
+    """True if code of torch.distributed, or of torch.nn.parallel, called the caller of this (1), or
+    the caller of that caller (2).
     """
     caller: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
     return caller.startswith(_CALLERS)

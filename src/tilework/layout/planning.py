@@ -112,10 +112,8 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
 
 
 def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) -> TileTransfers:
-    """The transfers from one tiling to another, from which each rank's plan is made.
-
-    Raises:
-        ValueError: The shapes differ.
+    """The transfers from one tiling to another of the same shape, from which each rank's plan is
+    made.
     """
     if source.shape != target.shape:
         raise ValueError(

@@ -57,9 +57,8 @@ Mesh = Sequence[Any]
 
 
 def splits_of(shape: Ints, lengths: Ints, layout: Layout) -> tuple[Splits, ...]:
-    """The splits of each dim of a layout. Sizes are None where ``torch.chunk`` would give the same.
-
-    Axes of length 1 are included.
+    """The splits of each dim of a layout, axes of length 1 included. Sizes are None where
+    ``torch.chunk`` would give the same.
 
     Raises:
         ValueError: The layout does not fit the mesh or the shape.
@@ -102,14 +101,11 @@ def normal_form(
 
 
 def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
-    """The normal form of a layout, in which layouts that differ only in spelling are equal values.
+    """The normal form of a layout with these splits, in which layouts that differ only in spelling
+    are equal.
 
     Dims are not negative, sizes are None if an axis splits as ``torch.chunk`` does, and the order
     is None if it is the order of the axes.
-
-    Args:
-        layout: Any layout.
-        splits: The splits of the layout (:func:`splits_of`).
     """
     placements = list(layout.placements)
     for dim, of_dim in enumerate(splits):
@@ -251,10 +247,8 @@ def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tilin
 
 
 def existing_dim(dim: int, shape: Ints) -> int:
-    """A dim of a tensor as a number from 0; a negative ``dim`` counts from the last dim.
-
-    Raises:
-        ValueError: There is no such dim.
+    """A dim of a tensor as a number from 0, where negative numbers count from the last; or a
+    ValueError.
     """
     if not -len(shape) <= dim < len(shape):
         there = f"its dims are {-len(shape)} to {len(shape) - 1}" if shape else "it has none"

@@ -57,12 +57,7 @@ class ShardState:
 
 
 def state_of(shape: Ints, lengths: Ints, layout: Layout) -> ShardState:
-    """The layout as a node of the search for steps: axes of length 1 are dropped.
-
-    Raises:
-        ValueError: The layout does not fit the mesh or the shape.
-        TypeError: Something is not a placement.
-    """
+    """The layout, if it fits, as a node of the search for steps: axes of length 1 are dropped."""
     splits = splits_of(shape, lengths, layout)
     if 1 in lengths:
         splits = tuple([tuple([s for s in of_dim if lengths[s[0]] > 1]) for of_dim in splits])

@@ -162,10 +162,8 @@ def keeps_terms(source: Tiling, target: Tiling) -> bool:
 
 
 def valued_terms(source: Tiling, target: Tiling) -> range:
-    """The target's terms that get a value; the others get the reduction's identity element.
-
-    Raises:
-        NotImplementedError: The reduction has no identity element.
+    """The target's terms that get a value; the others get the reduction's identity element. Raises
+    NotImplementedError if it has none.
     """
     op, terms = target.reduce_op, range(len(target.terms))
     if op is None or op == "avg" or keeps_terms(source, target):

@@ -55,11 +55,8 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_device_is_there(device_type: str, what: str) -> None:
-    """Raise RuntimeError if this process has no device of the kind ``device_type``.
-
-    Args:
-        device_type: The kind, such as "cuda".
-        what: The name of the thing that needs the device, for the error.
+    """Raise RuntimeError if this process has no device of this kind, which the thing ``what``
+    needs.
     """
     if device_type in ("cpu", "meta"):
         return

@@ -73,12 +73,8 @@ def flattened_in_torch(mesh: Any, name: str) -> Any:
 
 
 def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | None) -> Any:
-    """A mesh of torch.distributed with new groups.
-
-    Collective over all ranks of torch's default group.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized.
+    """A mesh of torch.distributed with new groups. Collective over all ranks of torch's default
+    group.
     """
     import torch.distributed as torch_dist
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -129,10 +125,6 @@ def backends_of_axes(
     Raises:
         ValueError: An axis does not exist or is named twice, or the sequence has another length.
         TypeError: ``override`` or a backend in it has another type.
-
-    Example:
-        >>> backends_of_axes({"tp": "gloo"}, ("dp", "tp"), 2)
-        (None, 'gloo')
     """
     if override is None:
         return (None,) * ndim

@@ -57,11 +57,6 @@ def replace_module(root: nn.Module, module: nn.Module, made: nn.Module) -> None:
     """Put another module in every place that ``module`` has within ``root``.
 
     Places within the other module, which may wrap ``module``, stay.
-
-    Args:
-        root: The model.
-        module: A module within ``root``, not ``root`` itself.
-        made: The module that takes the places.
     """
     # All places are found before any is filled: modules() would continue into a wrapper.
     places = [

@@ -408,9 +408,7 @@ class Agent:
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Leave RPC without waiting for other ranks. Calls that have not ended fail. Idempotent.
-
-        Args:
-            linger_seconds: The time in which messages that were sent may still leave this process.
+        Messages that were sent may leave this process for ``linger_seconds``.
         """
         with self._closing:
             if self._closed:

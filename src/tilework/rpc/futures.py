@@ -46,10 +46,8 @@ class Later:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], result: Any) -> Later:
-        """The ``result`` of ``fn``, which is marked with async_execution.
-
-        Raises:
-            TypeError: The result is no future.
+        """The ``result`` of ``fn``, which is marked with async_execution; a TypeError if it is no
+        future.
         """
         if not isinstance(result, torch._C.Future):  # of which torch.futures.Future is one kind
             raise TypeError(

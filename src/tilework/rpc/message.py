@@ -147,11 +147,9 @@ def encode(  # noqa: PLR0913
     file: File = NO_FILE,
     places: Sequence[int] = (),
 ) -> list[bytes | memoryview]:
-    """The ZeroMQ frames of a message.
+    """The ZeroMQ frames of a message (see :class:`MessageKind`), with the references in the pickle.
 
     Args:
-        kind, sender, number: See :class:`MessageKind`.
-        refs: The references in the pickle.
         parts: The pickle, then the buffers that belong to it.
         file: The memory file that some of the parts are in.
         places: For each part, the offset in ``file``, or a negative number if the part is not in
@@ -178,11 +176,7 @@ def encode(  # noqa: PLR0913
 
 
 def decode(frames: Sequence[Any]) -> RpcMessage:
-    """Decode the message in ``frames``.
-
-    Raises:
-        struct.error: The frames are not a message.
-    """
+    """Decode the message in ``frames``; raises struct.error if they are none."""
     first = memoryview(frames[0].bytes)
     kind, sender, number = _HEAD.unpack_from(first)
     at = _HEAD.size

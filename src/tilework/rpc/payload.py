@@ -107,12 +107,7 @@ _APART_BYTES: Final = 4 << 10
 class Payload:
     """An object as a pickle and the large buffers that stand apart from the pickle.
 
-    Args:
-        obj: The object to pickle.
-        refer: Called with each RRef in ``obj``.
-
-    Raises:
-        TypeError: ``obj``, or an object inside it, cannot be pickled.
+    ``refer`` is called with each RRef in ``obj``. Raises TypeError for what cannot be pickled.
     """
 
     def __init__(self, obj: Any, refer: Callable[[RRef[Any]], None]) -> None:
@@ -242,10 +237,7 @@ class Sender:
         """Pickle ``obj`` for rank ``to``; return the payload, and the references in it, counted.
 
         ``new`` is a reference in ``obj`` to a value that ``to`` is to make, if there is any.
-
-        Raises:
-            TypeError: ``obj`` cannot be pickled.
-            ValueError: A reference in ``obj`` is of an RPC that was shut down.
+        Refuses what cannot be pickled, and references of an RPC that was shut down.
         """
         refs: list[Ref] = []
 

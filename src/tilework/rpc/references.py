@@ -105,12 +105,8 @@ class _Watch(weakref.ref[HeldReference]):
 class References:
     """This rank's references to values of others, and others' references to values of this rank.
 
-    No method waits for other ranks.
-
-    Args:
-        rank: This rank.
-        send: Sends a message about references.
-        wake: Called when :meth:`flush` has something to send; from any thread, at any time.
+    No method waits for other ranks. ``send`` sends a message about references. ``wake`` is called
+    when :meth:`flush` has something to send; from any thread, at any time.
     """
 
     def __init__(self, rank: int, send: Send, wake: Callable[[], None]) -> None:

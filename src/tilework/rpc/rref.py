@@ -69,11 +69,7 @@ def current_state() -> RpcState:
 
 
 def current_agent() -> AgentProtocol:
-    """The calling rank's agent.
-
-    Raises:
-        RuntimeError: The rank has not called init_rpc, or has called shutdown since.
-    """
+    """The calling rank's agent; a RuntimeError before init_rpc, and after shutdown."""
     agent = current_state().agent
     if agent is None:
         raise RuntimeError("RPC has not been initialized. Call rpc.init_rpc first.")

@@ -57,10 +57,8 @@ class SharedBufferPool:
     def share(
         self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]
     ) -> tuple[int, bool] | None:
-        """Copy ``parts`` into a memory file for ``rank``, each part to the offset in ``offsets``.
-
-        Returns:
-            The number of the file, and True if ``rank`` must return it; None if writing failed.
+        """Copy ``parts`` into a memory file for ``rank``, each part to the offset in ``offsets``;
+        return the file's number, and True if ``rank`` must return it; None if writing failed.
         """
         size = offsets[-1] + parts[-1].nbytes
         with self._lock:
@@ -104,11 +102,8 @@ class SharedBufferPool:
                 os.close(fd)
 
     def returned(self, fd: int) -> bool:
-        """Keep file ``fd``, which the receiver does not use any more, for later messages.
-
-        Returns:
-            True if this is now the only unused file: :meth:`tidy` must be called to learn when to
-            close it.
+        """Keep file ``fd``, which the receiver does not use any more, for later messages. True if
+        it is now the only unused file: :meth:`tidy` must be called to learn when to close it.
         """
         with self._lock:
             file = self._returning.pop(fd, None)
@@ -164,8 +159,7 @@ class _Mapping(weakref.ref[mmap.mmap]):
 class MappedBuffers:
     """The mappings on this rank of other ranks' files that must be returned.
 
-    Args:
-        wake: Called when :meth:`released` has something to report; from any thread, at any time.
+    ``wake`` is called when :meth:`released` has something to report; from any thread, at any time.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -175,14 +169,12 @@ class MappedBuffers:
         _all_mapped.add(self)
 
     def map(self, rank: int, pid: int, fd: int, size: int, returning: bool) -> mmap.mmap:
-        """Map the first ``size`` bytes of file ``fd`` of process ``pid``, which is ``rank``.
+        """Map the first ``size`` bytes of file ``fd`` of process ``pid``, which is ``rank``; may
+        raise OSError.
 
         With ``returning`` the file is to be returned when the mapping is dropped. The mapping is
         private (copy-on-write), since a tensor must not be shared with children that this process
         may fork.
-
-        Raises:
-            OSError: The file cannot be opened.
         """
         own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:

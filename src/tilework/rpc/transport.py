@@ -123,12 +123,8 @@ class _Peer:
 
 
 class Transport:
-    """The sockets of a rank: a socket to receive on, and a socket for each rank that it sends to.
-
-    Args:
-        rank: This rank.
-        size: The number of ranks.
-        keys: The keys of all ranks.
+    """The sockets of a rank: a socket to receive on, and a socket for each rank that it
+    sends to.
     """
 
     def __init__(self, rank: int, size: int, keys: Keys) -> None:

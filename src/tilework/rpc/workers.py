@@ -36,11 +36,7 @@ To = str | int | WorkerInfo
 
 
 class Directory:
-    """All workers, by rank and by name.
-
-    Raises:
-        ValueError: Two ranks have the same name.
-    """
+    """All workers, by rank and by name, which must be different."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._workers = tuple(WorkerInfo(name, rank) for rank, name in enumerate(names))
@@ -54,10 +50,8 @@ class Directory:
             )
 
     def find(self, to: To) -> WorkerInfo:
-        """The worker that ``to`` names, by name, rank or WorkerInfo.
-
-        Raises:
-            ValueError: There is no such worker.
+        """The worker that ``to`` names, by name, rank or WorkerInfo; a ValueError if there
+        is none.
         """
         if isinstance(to, str):
             worker = self._by_name.get(to)
@@ -108,9 +102,7 @@ Timeout = float | timedelta
 
 def timeout_seconds(timeout: Timeout, default: float) -> float:
     """``timeout`` in seconds, infinite for 0; ``default`` if ``timeout`` is -1, the unset timeout.
-
-    Raises:
-        TypeError, ValueError: ``timeout`` is not a time, or is negative.
+    Raises for what is no time, or negative.
 
     Example:
         >>> timeout_seconds(timedelta(minutes=1), 5), timeout_seconds(0, 5), timeout_seconds(-1, 5)

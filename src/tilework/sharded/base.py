@@ -351,14 +351,11 @@ def wrap_results(
     device: torch.device | None = None,
     group: AnyGroup = None,
 ) -> BaseT:
-    """A tensor sharded as ``operand``, of results for each of ``graph_tiles(operand)``.
+    """A tensor sharded as ``operand``, of results for each of ``graph_tiles(operand)``: of the
+    sizes of the tiles, in one dtype, and all or none in the graph.
 
-    Args:
-        operand: The tensor.
-        results: Tensors of the sizes of the operand's tiles, in one dtype, and all or none in the
-            graph.
-        device: The type of device of all ranks' results, without an index; None: the operand's.
-        group: The group; None: the operand's.
+    ``device`` is the type of device of all ranks' results, without an index; it and ``group`` are
+    the operand's by default.
     """
     metadata, spec, first = operand._metadata, operand._sharding_spec, results[0]
     metadata = with_properties(metadata, metadata.tensor_properties, first)

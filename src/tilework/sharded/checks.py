@@ -106,11 +106,7 @@ T = TypeVar("T")
 
 
 def flat_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
-    """The shape that the arguments ``size`` mean: several numbers, or one sequence of numbers.
-
-    Raises:
-        TypeError: The arguments are neither.
-    """
+    """The shape that the arguments ``size`` mean: several numbers, or one sequence of numbers."""
     extents: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if isinstance(extents, str) or not all(isinstance(extent, int) for extent in extents):
         raise TypeError(f"size must be a sequence of ints, got {size!r}")

@@ -36,10 +36,8 @@ BaseT = TypeVar("BaseT", bound=ShardedTensorBase)
 
 
 def has_values(tensor: ShardedTensorBase) -> bool:
-    """True if the shards are on real devices, False if on the meta device; the same on every rank.
-
-    Raises:
-        ValueError: Only some shards are on the meta device.
+    """True if all shards are on real devices, False if on the meta device; the same on
+    every rank.
     """
     places = [shard.placement for shard in tensor.metadata().shards_metadata]
     real = {place.device().type != "meta" for place in places if place is not None}
@@ -60,11 +58,8 @@ def reshard(
 ) -> None:
     """Shard a tensor by another spec, in place. Collective over the tensor's group; blocks.
 
-    Args:
-        tensor: The tensor.
-        spec: The new spec.
-        init_rrefs: Whether the caller will make RRefs to the new shards; checked with the rest.
-        through_autograd: Whether gradients flow back to the old tiles; else new tiles are leaves.
+    ``init_rrefs``: the caller will make RRefs to the new shards, which is checked with the rest.
+    ``through_autograd``: gradients flow back to the old tiles; else new tiles are leaves.
     """
     group = tensor._process_group
 

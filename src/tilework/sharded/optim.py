@@ -446,14 +446,10 @@ def agreed_entries(
     """The entries, short descriptions, of each parameter's states. Collective; blocks.
 
     All ranks get the same, also ranks without a shard, which have no states of the parameter.
-
-    Args:
-        parameters: Returns, by name, this rank's shards and their states. May raise.
-        group: The parameters' group.
+    ``parameters`` returns, by name, this rank's shards and their states; it may raise.
 
     Raises:
         RuntimeError: Shards of one parameter have different entries or values.
-        Exception: ``parameters`` raised, here or on another rank.
     """
     by_rank = agree(
         lambda: {name: _of_shards(name, shards) for name, shards in parameters().items()}, group

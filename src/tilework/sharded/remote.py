@@ -71,12 +71,7 @@ def check_ready(group: AnyGroup = None) -> None:
 
 
 def rank_of_worker(name: str) -> int:
-    """The global rank of the worker of this name.
-
-    Raises:
-        RuntimeError: RPC is not initialized.
-        ValueError: No worker has the name.
-    """
+    """The global rank of the worker of this name; raises if there is none, or no RPC."""
     if not rpc.is_initialized():
         raise RuntimeError(
             f"RPC framework needs to be initialized to place a shard on worker {name!r}: "

@@ -126,13 +126,7 @@ def legend(x: float, y: float, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def axis(ticks: Iterable[tuple[float, str]], top: float, bottom: float) -> Iterator[str]:
-    """Lines down the picture, each with words above.
-
-    Args:
-        ticks: The horizontal position and the words of each line.
-        top: The top of the lines.
-        bottom: The bottom of the lines.
-    """
+    """Lines down the picture, each at a horizontal position with words above."""
     for x, text in ticks:
         yield f'<line x1="{x:.6g}" x2="{x:.6g}" y1="{top:.6g}" y2="{bottom:.6g}"/>'
         yield words(x, top - 6, text, "middle")

@@ -28,13 +28,7 @@ _PORT = 29400
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace that plays a host, with one network interface besides the loopback.
-
-    Attributes:
-        name: The name of the namespace.
-        interface: The name of the network interface.
-        address: The IP address of the interface.
-    """
+    """A network namespace that plays a host, with one network interface besides the loopback."""
 
     name: str
     interface: str

@@ -166,11 +166,8 @@ class StorageContract(ABC):
 
 
 class _Refusing:
-    """Makes a storage's writers; a single writer refuses a call, as a full disk does.
-
-    Args:
-        place: The storage.
-        left: The number of calls of writers that succeed before; below zero: the call was refused.
+    """Makes a storage's writers; a single writer refuses a call, as a full disk does, after
+    ``left`` calls that succeed. Below zero: the call was refused.
     """
 
     def __init__(self, place: Storage, left: int) -> None:

@@ -437,8 +437,7 @@ def store_machine(
 ) -> type[RuleBasedStateMachine]:
     """A hypothesis state machine that compares a store with a dictionary, operation by operation.
 
-    ``make`` gives an empty store each time. Run it with hypothesis's
-    ``run_state_machine_as_test``.
+    ``make`` gives an empty store each time. Run it with ``run_state_machine_as_test``.
     """
 
     class StoreMachine(RuleBasedStateMachine):

@@ -60,11 +60,8 @@ class LocalOp:
     tiles: tuple[Ranges, ...]
 
     def boxes(self, output: int = 0, shape: Sequence[int] | None = None) -> tuple[Box, ...]:
-        """The box of each tile's result.
-
-        Args:
-            output: The number of the result.
-            shape: The global shape; None: as the factors say, 1 for a dim without factors.
+        """The box of each tile's result number ``output``, which has the global ``shape``; None: as
+        the factors say, 1 for a dim without factors.
 
         Example:
             >>> from tilework.layout import Tile
@@ -82,12 +79,7 @@ class LocalOp:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The global shape of a tensor, and the shape of a tile.
-
-    Attributes:
-        shape: The global shape of the tensor.
-        local_shape: The shape of the tile.
-    """
+    """The global shape of a tensor, and the shape of a tile."""
 
     shape: Ints
     local_shape: Ints
@@ -95,11 +87,8 @@ class TileShape:
 
 @dataclass(frozen=True, eq=False)
 class TileRanges:
-    """The ranges of factors that one tile runs over: :class:`~tilework.tiled.op_rules.LocalRanges`.
-
-    Args:
-        op: The operator.
-        tile: The number of the tile.
+    """The ranges of factors that one tile runs over:
+    :class:`~tilework.tiled.op_rules.LocalRanges`.
     """
 
     op: LocalOp
@@ -152,14 +141,11 @@ def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
 
 
 def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | NotLocal:
-    """Find out from the factor map and the inputs' tilings if an operator can run tile by tile.
+    """Find out from the factor map and the inputs' tilings, none partial, if an operator can run
+    tile by tile.
 
     Tiles with the same number are computed together: each input must have as many tiles as the
     first, on the same ranks, and with the same parts of factors.
-
-    Args:
-        mapped: The factor map.
-        inputs: The tiling of each input, none partial.
     """
     ranges: list[list[Ranges]] = []
     for number, tiling in enumerate(inputs):

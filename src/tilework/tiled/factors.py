@@ -121,10 +121,8 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFa
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that shapes are broadcast to (torch's own function is slow to import).
-
-    Raises:
-        ValueError: The shapes do not fit together.
+    """The shape that shapes are broadcast to (torch's function is slow to import), or a
+    ValueError.
     """
     factors, _ = broadcast(shapes)
     sizes = tuple(factor.size for factor in factors)
@@ -210,13 +208,8 @@ class Pattern:
         return cls(text, tuple(inputs), tuple(outputs), reduce_ops)
 
     def of(self, shapes: Sequence[Sequence[int] | None]) -> FactorMap:
-        """The factor map for arguments of these shapes; None stands for a missing argument.
-
-        Args:
-            shapes: The shape of each argument.
-
-        Raises:
-            ValueError: The shapes do not fit the text.
+        """The factor map for arguments of these shapes; None stands for a missing argument. Raises
+        ValueError if they do not fit the text.
         """
         if len(shapes) > len(self.inputs):
             raise ValueError(f"{self.text!r} is for {len(self.inputs)} tensors, got {len(shapes)}")

@@ -60,8 +60,6 @@ def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs
         >>> import torch
         >>> torch_arguments(torch.softmax, (), {"x": 1, "axis": 0})
         ((1,), {'dim': 0})
-        >>> torch_arguments(torch.trapezoid, (), {"y": 1, "x": 2})
-        ((1,), {'x': 2})
     """
     if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):  # torch's parser is C++
         return args, kwargs
@@ -96,14 +94,10 @@ def _own_names(*names: str) -> tuple[frozenset[str], str]:
 
 
 def normalized(name: str, args: Args, kwargs: Kwargs) -> tuple[list[Any], Kwargs] | None:
-    """A call's arguments with numbers and indices in the rules' form; None if they already are.
+    """The arguments of operator ``name`` with numbers and indices in the rules' form; None if they
+    already are.
 
     Collective where a DTensor stands for a number, and the value lies on other ranks.
-
-    Args:
-        name: The operator's name.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
     """
     read, named = list(args), kwargs
     if any(map(_may_be_number, (*args, *kwargs.values()))):

@@ -171,12 +171,9 @@ def local_call(  # noqa: PLR0913
     Args:
         inputs: The factors of the dims of *each* tensor argument.
         outputs: The same for each tensor of the result.
-        linear: Sets of arguments in which the operator is linear, jointly within a set.
-        rearranges: Whether the operator only moves, repeats or drops elements.
-        addends: Arguments that are added to a sum over factors that no output has.
-        extremum: "max" or "min" if results are the greatest or the least of the inputs' elements.
-        run: As for :class:`LocalCall`.
-        shapes: As for :class:`LocalCall`.
+        linear, rearranges, addends, extremum: As for :class:`~tilework.tiled.factors.FactorMap`,
+            but arguments instead of numbers.
+        run, shapes: As for :class:`LocalCall`.
     """
     by_number = {arg.number: dim_factors(dims) for arg, dims in inputs.items()}
     # A tensor in the place of a number has no factors: the call is gathered (see dispatch).

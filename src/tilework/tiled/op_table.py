@@ -215,17 +215,10 @@ _EXCLUSIVE = {
 
 
 def register(key: Key, **facts: Any) -> None:
-    """Add facts to the entry of an operator.
+    """Add facts, fields of :class:`OpEntry`, to the entry of an operator.
 
     The entry of a function of torch starts with the facts of the operator of the same name, except
-    how that operator runs.
-
-    Args:
-        key: The operator.
-        facts: Fields of :class:`OpEntry`.
-
-    Raises:
-        ValueError: One of these facts is known already.
+    how that operator runs. A fact that is known already raises ValueError.
     """
     entry = _ENTRIES.get(key)
     if entry is None:

@@ -81,12 +81,8 @@ def match_pattern(
 ) -> RuleResult:
     """The local call that a line describes; None if the arguments do not fit.
 
-    Args:
-        pattern: The line.
-        tensors: The call's tensor arguments in the line's order; None for a missing argument.
-        linear: As for :func:`~tilework.tiled.op_rules.local_call`.
-        addends: As for :func:`~tilework.tiled.op_rules.local_call`.
-        run: As for :class:`~tilework.tiled.op_rules.LocalCall`.
+    ``tensors`` are the call's tensor arguments in the line's order; None for a missing argument.
+    Others are as for :func:`~tilework.tiled.op_rules.local_call`.
     """
     if isinstance(pattern, str):
         pattern = _parse_pattern(pattern)

@@ -42,10 +42,8 @@ class InTorchCheckpoints:
 
     @abstractmethod
     def local_boxes(self) -> list[Box]:
-        """The boxes of this rank's tiles, in the order of :meth:`local_tiles`. Local.
-
-        Raises:
-            TypeError: The tiles are not reduced yet.
+        """The boxes of this rank's tiles, in the order of :meth:`local_tiles`; refuses tiles that
+        are not reduced yet. Local.
         """
 
     def __create_write_items__(self, fqn: str, value: Tensor) -> list[Any]:

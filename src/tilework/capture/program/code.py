@@ -108,14 +108,11 @@ class ProgramCode:
     def compiled(
         self, inputs: Sequence[Tensor], values: Sequence[Any], shared: Sequence[int]
     ) -> Callable[..., Any] | None:
-        """The program by Inductor, for inputs like these. Local; takes seconds to minutes.
+        """The program by Inductor, for inputs like these, with ``values`` in its holes. Local;
+        takes seconds to minutes.
 
-        If Inductor cannot compile a program for several sizes, warn, and return None.
-
-        Args:
-            inputs: Inputs of a call.
-            values: The constants at the positions in ``holes``.
-            shared: The positions of inputs that share memory to which the program writes.
+        If Inductor cannot compile a program for several sizes, warn, and return None. ``shared``:
+        the positions of inputs that share memory to which the program writes.
         """
         if not self._compiles:
             return None

@@ -179,12 +179,8 @@ def write_leave(
 ) -> Callable[[list[Any]], Any]:
     """Make the function that runs after a program: it sets places, and returns the step's result.
 
-    It takes the values that outlive the call.
-
-    Args:
-        graph: The program.
-        tree: The structure of the step's result (torch's TreeSpec).
-        index_of: Returns the position of a value or number among those that outlive a call.
+    It takes the values that outlive the call; ``index_of`` gives the position of a value or number
+    among them. ``tree`` is the structure of the step's result.
     """
     source = _Source()
 

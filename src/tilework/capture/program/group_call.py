@@ -15,11 +15,8 @@ _FAST = {
 
 
 def wait_for(work: Work, *tensors: Any) -> None:
-    """Wait for a collective that :mod:`a pass <tilework.capture.program.passes>` has started.
-
-    Args:
-        work: The collective.
-        tensors: The collective's tensors.
+    """Wait for a collective on tensors that :mod:`a pass <tilework.capture.program.passes>` has
+    started.
     """
     work.wait()
 

@@ -220,19 +220,14 @@ class Compiled:
         return lambda: digests[place] + number
 
     def function_for(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> Callable[..., Any]:
-        """The program for inputs like these, compiled now or before.
+        """The program for inputs like these, with these constants; compiled now or before.
 
-        Args:
-            inputs: Inputs of a call.
-            values: The constants in which records differ.
-
-        Returns:
-            A function of the inputs, the options and each group's digest, which returns the values
-            that outlive the call.
+        The function takes the inputs, the options and each group's digest, and returns the values
+        that outlive the call.
 
         Raises:
-            CaptureError: The program writes to an input that is not contiguous, and whose shape
-                differs between records.
+            CaptureError: The program writes to an input that is not contiguous, and whose shape is
+                not the same in all records.
         """
         if not all(inputs[i].is_contiguous() for i in self._written):
             raise CaptureError("the program writes to an input that is not contiguous")

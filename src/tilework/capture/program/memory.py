@@ -17,11 +17,8 @@ def nbytes_spanned(tensor: Tensor) -> int:
 
 
 class SharedMemory:
-    """The inputs of a program that overlap in memory. Layouts stay, addresses may change.
-
-    Args:
-        inputs: The inputs of the recorded call.
-        moving: The positions of inputs that are other tensors in each call.
+    """The inputs of a program that overlap in memory. Layouts stay, addresses may change; inputs at
+    the positions ``moving`` are other tensors in each call.
     """
 
     def __init__(self, inputs: Sequence[Tensor], moving: Sequence[int]) -> None:

@@ -47,10 +47,8 @@ class NumberBook:
         return list(found.values())
 
     def find(self, value: float) -> Number | float:
-        """The Number that a NaN with a tag stands for; any other float unchanged.
-
-        Raises:
-            CaptureError: A function such as math.exp computed the float from a Number.
+        """The Number that a NaN with a tag stands for; any other float unchanged. Raises a
+        CaptureError if a function such as math.exp computed the float from a Number.
         """
         if value == value:
             return value

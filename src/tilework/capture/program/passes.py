@@ -204,8 +204,8 @@ def _work_bytes(each: Instruction) -> int:
 def drop_dead(graph: Graph) -> Graph:
     """Drop operators whose results nothing needs: trials of layouts and strides, dead copies.
 
-    Collectives stay, because other ranks take part in them. Random draws stay, because the
-    generator counts them.
+    Collectives stay, as other ranks take part in them, and random draws, which the generator
+    counts.
     """
     kept = {value.number for value in graph.kept()}
     live = _live(graph, set(kept))
@@ -238,11 +238,7 @@ PASSES: list[Callable[[Graph], Graph]] = [drop_dead, merge_collectives, start_ea
 
 
 def run_passes(graph: Graph) -> Graph:
-    """The program that all passes make of a recorded program. Collective over the groups in it.
-
-    Raises:
-        CaptureError: A pass returned something else than a graph.
-    """
+    """The program that all passes make of a recorded program. Collective over the groups in it."""
     for number, each in enumerate(graph.instructions, 1):
         each.number = number
     for function in PASSES:

@@ -36,11 +36,7 @@ class StatePlace(NamedTuple):
     text: str
 
     def get(self) -> Any:
-        """The object at this place now.
-
-        Raises:
-            LookupError: Nothing is there.
-        """
+        """The object at this place now. Raises LookupError if nothing is there."""
         try:
             return _READS[self.how](self)
         except (AttributeError, ValueError, TypeError) as error:

@@ -154,12 +154,8 @@ def write(
 ) -> PythonCode:
     """Write a program as a Python function, and compile the function.
 
-    Args:
-        graph: The program.
-        options: Options of optimizers, whose values each call passes.
-        name: The step's name.
-        holes: The number of constants in which records differ.
-        with_spans: Name each instruction in the rank's trace.
+    ``holes`` is the number of constants in which records differ; ``with_spans`` names each
+    instruction in the rank's trace.
     """
     name = name if name.isidentifier() and not iskeyword(name) else "program"
     writer = _Writer(graph, [option.number for option in options], name, with_spans)

@@ -106,10 +106,8 @@ class StepRecord:
         return self.state_holds() and self._options_hold(leaves) and self._inputs_hold()
 
     def state_holds(self, is_after: bool = False) -> bool:
-        """True if objects, numbers, texts and flags are as in the recorded call. Local.
-
-        Args:
-            is_after: True after a call: then places that the program writes do not count.
+        """True if objects, numbers, texts and flags are as in the recorded call; after a call,
+        places that the program writes do not count. Local.
         """
         written = self._places if is_after else ()
         for place, thing in self.way:
@@ -240,12 +238,10 @@ class StepRecord:
         return NOT_CURRENT
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Compile the program by Inductor for later calls. Local; takes seconds to minutes.
+        """Compile the program by Inductor for later calls with inputs like these. Local; takes
+        seconds to minutes.
 
         A program that takes a view with a conjugate or negative bit runs as Python.
-
-        Args:
-            inputs: Inputs of a call.
         """
         self.was_compiled = True
         pairs = self._watch_memory(inputs).pairs
@@ -351,11 +347,8 @@ def generators_of_rank() -> list[torch.Generator]:
 
 
 def copies_of(inputs: Sequence[Tensor], kept: Mapping[int, Tensor]) -> list[Tensor]:
-    """The inputs as they were before the step; copies, where the step wrote to the memory.
-
-    Args:
-        inputs: The inputs of the call.
-        kept: By :func:`key_of_storage`, the bytes before of storages that the step wrote to.
+    """The inputs as they were before the step: ``kept`` has, by :func:`key_of_storage`, the bytes
+    before of storages that the step wrote to.
     """
     storages = {key: saved.clone().untyped_storage() for key, saved in kept.items()}
     before = []

@@ -69,11 +69,8 @@ class _OwnersOfRank:
 
 
 class VotingRanks:
-    """The ranks of the groups in which a captured step communicates.
-
-    Args:
-        name: The step's name.
-        owner: The object that has the step's programs. Without the groups it forgets them.
+    """The ranks of the groups in which the step ``name`` communicates. Without the groups ``owner``
+    forgets the step's programs.
     """
 
     def __init__(self, name: str, owner: HasPrograms) -> None:
@@ -153,14 +150,8 @@ def compare_program(
 ) -> tuple[Digests, bool]:
     """Compare a program with other ranks' programs. Collective over each group of the program.
 
-    Args:
-        graph: The program.
-        name: The name of the step, or of a pass of the step.
-        ranks: The ranks that run the step.
-        joins: The number of the earlier program that this rank's record may run; None: a new
-            program.
-
-    ``keeps_order`` becomes False if it is on another rank, and ``votes_last`` True.
+    ``joins`` is the number of the earlier program that this rank's record may run; None: a new
+    program. ``keeps_order`` becomes False if it is on another rank, and ``votes_last`` True.
 
     Returns:
         The digests of a new program; and True if all ranks may run the same earlier program.

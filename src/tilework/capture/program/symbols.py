@@ -16,11 +16,8 @@ from tilework.capture.program.graph import Hole
 class Symbols:
     """The symbols of a program's holes in torch's compiler, and the compiler's assumptions.
 
-    Integers that are equal in the example share a symbol, and so must those of any other record.
-    Other constants must be the same.
-
-    Args:
-        values: The constants of an example, by which the compiler optimizes.
+    Integers that are equal in the example ``values`` share a symbol, and so must those of any other
+    record. Other constants must be the same.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -48,11 +45,8 @@ class Symbols:
         return self._nodes[value] if _is_size(value) else value
 
     def tensor(self, like: Tensor, shape: Sequence[int | Hole] = ()) -> Tensor:
-        """A fake tensor (without elements): the compiler's example of an input.
-
-        Args:
-            like: A tensor of the program in the example.
-            shape: The shape in the program. If it has holes, the fake tensor is contiguous.
+        """A fake tensor (without elements): the compiler's example of an input like this tensor. If
+        ``shape``, that in the program, has holes, it is contiguous.
         """
         extents = [self.at(x.number) if isinstance(x, Hole) else x for x in shape]
         if not any(isinstance(each, Hole) for each in shape):

@@ -13,15 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 
 class StepCall(NamedTuple):
-    """A call of a step.
-
-    Attributes:
-        step: The step.
-        name: The name of the step.
-        leaves: The leaves of the arguments; see :func:`flatten`.
-        args: The arguments.
-        kwargs: The keyword arguments.
-    """
+    """A call of a step, with the leaves of the arguments (see :func:`flatten`)."""
 
     step: Callable[..., Any]
     name: str
@@ -42,8 +34,7 @@ def is_size(leaf: Any) -> bool:
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a tree, and the structure, which is equal for calls of one kind.
 
-    Containers are those that torch knows (lists, tuples, dicts, named tuples), dataclasses and
-    other mappings.
+    Containers are torch's (lists, tuples, dicts, named tuples), dataclasses and other mappings.
     """
     leaves: list[Any] = []
 
@@ -69,12 +60,7 @@ def _hashable(spec: Any) -> Any:
 
 
 def replaced(tree: Any, new: dict[int, Any]) -> Any:
-    """A copy of a tree of arguments with other leaves.
-
-    Args:
-        tree: The tree.
-        new: The new leaves, by the position of the leaf in :func:`flatten`.
-    """
+    """A copy of a tree of arguments with other leaves, by their positions in :func:`flatten`."""
     numbers = count()
 
     def put(leaf: Any) -> Any:

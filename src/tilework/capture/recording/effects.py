@@ -41,9 +41,7 @@ def changes(
     before: StatePlaces, after: StatePlaces, recorder: StepRecorder
 ) -> Iterator[tuple[StatePlace, Any]]:
     """The places that hold other tensors after the step, and what stands for the new tensors.
-
-    Raises:
-        CaptureError: A program could not put a tensor there, as into a growing list.
+    Refuses places where a program could not put a tensor, as a growing list.
     """
     then = {identity_of(place): tensor for place, tensor in before.slots}
     read = {identity_of(x.path) for x in recorder.graph.inputs if isinstance(x.path, StatePlace)}
@@ -88,10 +86,8 @@ def constants_of(
     """The numbers, texts and flags at places, with the values that later calls must find there.
 
     Where the step has changed an integer, text or flag, the program does so, too: a later call that
-    finds the value of before the recorded call leaves the value of after it.
-
-    Raises:
-        CaptureError: The step has changed a float, or the length or content of a container.
+    finds the value of before the recorded call leaves the value of after it. Changed floats, and
+    containers of another length or content, are refused.
     """
     now = {identity_of(place): value for place, value in after.constants}
     tensors = {identity_of(place) for place, tensor in after.slots if tensor is not None}
@@ -146,10 +142,8 @@ def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]
 
 
 def way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
-    """The objects that lead to a program's inputs, and others that the step may have used.
-
-    Raises:
-        CaptureError: The step has replaced an object that leads to an input.
+    """The objects that lead to a program's inputs, and others that the step may have used; refuses
+    a step that has replaced the former.
     """
     now = {identity_of(place): thing for place, thing in after.things}
     found: dict[Any, tuple[StatePlace, Any]] = {}
@@ -211,11 +205,7 @@ class HasGraphError(CaptureError):
 def refuse_graphs(outputs: Sequence[Any], places: StatePlaces, recorder: StepRecorder) -> None:
     """Refuse results and states from which a backward pass could continue after the step.
 
-    A program has no graph. A graph through which the step has gone backward is no loss: torch has
-    freed it.
-
-    Raises:
-        CaptureError: A tensor has a graph that was not freed.
+    A program has no graph. One through which the step has gone backward is no loss: torch freed it.
     """
     kept = [(place.text, tensor) for place, tensor in set_by(places)]
     results = [("a result", each) for each in outputs]
@@ -281,10 +271,8 @@ def layouts_of_others(graph: Graph, places: StatePlaces) -> Iterator[tuple[State
 
 
 def refuse_snapshots(graph: Graph, leaves: Sequence[Any]) -> None:
-    """Refuse DTensors from outside the step that are views whose elements had to move.
-
-    Raises:
-        CaptureError: A program would read the copy, also after a write to the base.
+    """Refuse DTensors from outside the step that are views whose elements had to move: a program
+    would read the copy, also after a write to the base.
     """
     owners = [each.path.owner for each in graph.inputs if each.is_local]
     for owner in (*leaves, *owners):

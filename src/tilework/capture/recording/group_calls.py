@@ -50,11 +50,8 @@ def paused() -> Iterator[CallRecorder | None]:
 
 
 class RecordedWork(Work):
-    """A Work that notes when the program first waits for it.
-
-    Args:
-        work: The Work.
-        note: Called once, when the program first waits; records the wait.
+    """A Work that calls ``note`` once, when the program first waits for it; that records
+    the wait.
     """
 
     def __init__(self, work: Work, note: Callable[[], None]) -> None:

@@ -50,14 +50,8 @@ def check_new(
 ) -> None:
     """Run a new record on copies of the recorded call's inputs, and compare. Collective.
 
-    Args:
-        record: The record.
-        kept: By storage that the call wrote to, the bytes before.
-        generators: The generators of random numbers, with their states before the call.
-        result: The result of the step.
-
-    Raises:
-        CaptureError: The record gives something else than the step.
+    ``kept`` has the bytes before, by storage that the call wrote to; the generators have their
+    states before. Raises a CaptureError if the record gives something else than the step.
     """
     inputs = [each.tensor for each in record.graph.inputs]
     comparison = _Comparison(record, inputs, copies_of(inputs, kept), generators)
@@ -78,18 +72,11 @@ def check_new(
 def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], since: int) -> Any:
     """Run the step itself on the real state, and the record on copies, and compare. Collective.
 
-    Args:
-        record: A record that holds for the call.
-        call: The call.
-        inputs: The inputs of the record.
-        since: The number of the last call that was checked.
-
-    Returns:
-        The step's result.
+    ``since`` is the number of the last call that was checked. Returns the step's result.
 
     Raises:
-        CaptureError: On all ranks of the record's groups: a rank's record gives something else
-            than the step. The step's effects stay, the record's are discarded.
+        CaptureError: On all ranks of the record's groups: a rank's record gives something else than
+            the step. The step's effects stay, the record's are discarded.
     """
     result, wrong = compared_call(record, call, inputs)
     if wrong is None and not record.state_holds(is_after=True):
@@ -109,10 +96,8 @@ def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], si
 def compared_call(
     record: StepRecord, call: StepCall, inputs: Sequence[Tensor]
 ) -> tuple[Any, str | None]:
-    """Run the step itself on the real state, and the record on copies. Collective.
-
-    Returns:
-        The step's result, and the name of a value in which this rank's record differs, or None.
+    """Run the step itself on the real state, and the record on copies; return the step's result,
+    and the name of a value in which this rank's record differs, or None. Collective.
     """
     kept = bytes_by_storage([inputs[i] for i in record.written])
     places = StatePlaces(call.step)

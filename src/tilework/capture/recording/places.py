@@ -80,11 +80,8 @@ _MOST = 200_000
 
 
 class StatePlaces:
-    """The tensors, numbers and other things that a step can reach, and the place of each.
-
-    Args:
-        step: The step.
-        leaves: The leaves of a call's arguments. Modules and other objects are searched, too.
+    """The tensors, numbers and other things that a step can reach, and the place of each. Modules
+    and other objects among the ``leaves`` of arguments are searched, too.
     """
 
     def __init__(self, step: Callable[..., Any], leaves: Sequence[Any] = ()) -> None:
@@ -137,10 +134,8 @@ class StatePlaces:
         return self._numbers.get(id(tensor)) or self.tensors.get(id(tensor))
 
     def others_of(self, tensor: Tensor, path: StatePlace) -> list[StatePlace]:
-        """Other places of the program with this tensor, as of tied weights.
-
-        The place in a module counts, but not the place in a container of parameters, as for
-        clipping.
+        """Other places of the program with this tensor, as of tied weights: those in modules, but
+        not those in containers of parameters, as for clipping.
         """
         is_parameter = tensor.is_leaf and tensor.requires_grad
         return [

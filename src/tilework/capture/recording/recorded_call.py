@@ -82,15 +82,9 @@ def record_call(
 ) -> tuple[StepRecord | None, Any]:
     """Run a step, and record it. Collective if the step is.
 
-    Args:
-        call: The call to run.
-        how: How to record.
-        needed: A list to which the tensors are added whose gradients the call has taken.
-        accept: Takes the record and the result. If it raises a CaptureError, the call is undone.
-
-    Returns:
-        The record and the result. The record is None if the step has made groups or optimizer
-        states, which later calls will not make.
+    The tensors whose gradients the call has taken are added to ``needed``. ``accept`` takes the
+    record and the result: if it raises a CaptureError, the call is undone. The record is None if
+    the step has made groups or optimizer states, which later calls will not make.
     """
     book, original, record = NumberBook(), call, None
     call, structure, arguments, before = _copied(call, how, book)

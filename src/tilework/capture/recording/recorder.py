@@ -57,11 +57,8 @@ _DRAWS = torch.Tag.nondeterministic_seeded
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records a step of this rank.
-
-    Args:
-        places: The tensors that the step can reach, by place.
-        book: The numbers of the recording.
+    """Records a step of this rank: ``places`` has what the step can reach, ``book`` the recording's
+    numbers.
     """
 
     def __init__(self, places: StatePlaces, book: NumberBook) -> None:

@@ -19,10 +19,8 @@ from tilework.errors import CaptureError
 
 
 def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
-    """Aliases of arguments that are also variables of the step, by position.
-
-    Later calls may pass another tensor, so the recorder must see which of the two an operator
-    reads.
+    """Aliases of arguments that are also variables of the step, by position. Later calls may pass
+    another tensor, so the recorder must see which of the two an operator reads.
     """
     result: dict[int, Any] = {}
     for number, leaf in enumerate(leaves):
@@ -40,12 +38,7 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
 
 
 class Unseen:
-    """The state before a step of things that a step may change without an operator.
-
-    Args:
-        places: The places that the step can reach.
-        leaves: The leaves of the step's arguments.
-    """
+    """The state before a step of things that a step may change without an operator."""
 
     def __init__(self, places: StatePlaces, leaves: Sequence[Any]) -> None:
         self._places, self._leaves = places, leaves
@@ -82,11 +75,7 @@ class Unseen:
             each.remove()
 
     def refuse_changes(self) -> None:
-        """Refuse effects of the step that a program would not repeat.
-
-        Raises:
-            CaptureError: The step had such an effect.
-        """
+        """Refuse (CaptureError) effects of the step that a program would not repeat."""
         if _python_draws(self._places) != self._draws:
             raise CaptureError(
                 "the step draws from a generator of Python's random, or of numpy.random: a "

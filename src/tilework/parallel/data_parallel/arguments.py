@@ -60,10 +60,8 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
 
 
 def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise if a parameter is distributed over ranks of the group. Local.
-
-    Raises:
-        ValueError: A parameter is distributed over these ranks, which are to hold replicas.
+    """Raise ValueError if a parameter is distributed over ranks of the group, which are to hold
+    replicas. Local.
     """
     for name, parameter in parameters:
         if others := shared_ranks(parameter, group):
@@ -77,7 +75,6 @@ def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: Process
 
 def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
     """The group that averages gradients: ``group``, the group of ``mesh``, or the default group.
-
     Local.
 
     Raises:
@@ -134,10 +131,8 @@ def devices_of(
 
 
 def sends_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """True if forward passes begin with the first rank's buffers.
-
-    Raises:
-        ValueError: Both names of the setting were given, and differ.
+    """True if forward passes begin with the first rank's buffers; two names that differ are
+    refused.
     """
     given = {bool(each) for each in (broadcast_buffers, forward_sync_buffers) if each is not None}
     if len(given) > 1:
@@ -182,11 +177,7 @@ _OF_FSDP1 = {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_cl
 
 
 def checked_precision(given: Any) -> MixedPrecision | None:
-    """Check the type of DistributedDataParallel's argument ``mixed_precision``, and return it.
-
-    Raises:
-        TypeError: ``given`` is neither None nor a MixedPrecision.
-    """
+    """DistributedDataParallel's argument ``mixed_precision``, after a check of the type."""
     if given is None or isinstance(given, MixedPrecision):
         return given
     kind = type(given)

@@ -169,13 +169,9 @@ class BucketMemory:
     def fill(self, missing: Collection[int] = ()) -> list[int]:
         """Copy in the gradients that lie elsewhere, and zeros for missing gradients. Local.
 
-        Args:
-            missing: Places of gradients that this pass does not produce. Gradients of earlier
-                passes still count, but leave the bucket's memory: the program may want them
-                unchanged.
-
-        Returns:
-            The places of tensors without a gradient.
+        Gradients of earlier passes at ``missing`` places, which this pass does not produce, still
+        count, but leave the bucket's memory: the program may want them unchanged. Returns the
+        places of tensors without a gradient.
         """
         views = self.views
         for place in missing:
@@ -197,10 +193,8 @@ class BucketMemory:
     def hand_out(self, used: Sequence[bool] | None = None) -> None:
         """Make the averages in the bucket the tensors' gradients, after the reduction. Local.
 
-        Gradients that lie in the bucket are averages already; others are overwritten.
-
-        Args:
-            used: By place, False for gradients that are left as they are; None: all are used.
+        Gradients that lie in the bucket are averages already; others are overwritten. Those that
+        ``used`` has as False, by place, are left as they are.
         """
         targets, sources, stays, moves = [], [], self._stays, self.moves
         grads = map(_grad, self.tensors)

@@ -157,12 +157,9 @@ def ordered_plan(
 def size_limits_of(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> tuple[int, ...]:
-    """The size limits of buckets in bytes, in the order in which they are reduced.
-
-    Args:
-        bucket_cap_mb: The limit of all buckets but the first, in MiB.
-        bucket_cap_mb_list: The limits of single buckets in MiB, instead; the last serves all
-            others.
+    """The size limits of buckets in bytes, in the order in which they are reduced: from the limit
+    in MiB of all buckets but the first, or from a list for single buckets, whose last serves all
+    others.
 
     Raises:
         TypeError: A limit is not a number.
@@ -175,11 +172,8 @@ def size_limits_of(
 
 
 def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
-    """The size limit of a bucket in bytes, from a user's setting in MiB.
-
-    Raises:
-        TypeError: The limit is not a number.
-        ValueError: The limit is not positive, or not finite.
+    """The size limit of a bucket in bytes, from a user's setting in MiB, a positive finite
+    number.
     """
     if bucket_cap_mb is None:
         return DEFAULT_BUCKET_BYTES

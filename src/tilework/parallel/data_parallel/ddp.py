@@ -60,14 +60,8 @@ class TorchDDPNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Exclude parameters and buffers of ``module`` from broadcasts and reductions.
-
-        Args:
-            module: The module, before it is wrapped.
-            params_and_buffers_to_ignore: Their full names.
-
-        Raises:
-            ValueError: The module has no parameter or buffer of a name.
+        """Exclude parameters and buffers from broadcasts and reductions, by full names, before
+        ``module`` is wrapped. Raises ValueError for names that the module lacks.
         """
         names = list(params_and_buffers_to_ignore)
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -46,10 +46,8 @@ class GradLeaf:
         return remover
 
     def place_last(self, remover: Any) -> None:
-        """Move the hook of :meth:`on_grad` behind hooks that were registered later. Local.
-
-        Args:
-            remover: The handle that :meth:`on_grad` returned.
+        """Move the hook of :meth:`on_grad`, by the handle of it, behind hooks that were registered
+        later. Local.
         """
         hooks: Any = self.tensor._post_accumulate_grad_hooks
         if len(hooks) > 1 and next(reversed(hooks)) != remover.id:
@@ -61,9 +59,7 @@ class GradLeaf:
 
 def grad_dtype_of(tensor: Tensor) -> torch.dtype:
     """The dtype of a tensor's gradient: the tensor's, or what the program gave ``grad_dtype``.
-
-    Raises:
-        ValueError: Gradients may have any dtype.
+    Refuses gradients that may have any dtype.
     """
     # Only leaves have the attribute; releases of torch before 2.9 lack it.
     known = getattr(tensor, "grad_dtype", tensor.dtype) if tensor.is_leaf else tensor.dtype
@@ -94,11 +90,8 @@ def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:
 def grad_leaves(
     modules: Iterable[tuple[str, nn.Module]], ignored: Sequence[str] = ()
 ) -> list[GradLeaf]:
-    """The leaves of all parameters that require a gradient, each once. Local.
-
-    Args:
-        modules: All modules with their names, as ``named_modules()`` gives them.
-        ignored: Names of parameters to leave out.
+    """The leaves of all parameters of named modules that require a gradient, each once, without
+    those whose names are ``ignored``. Local.
     """
     return [
         GradLeaf(name if len(tensors) == 1 else f"{name}[{at}]", kind, tensor, sparse)
@@ -124,10 +117,9 @@ def _parameters(
 
 
 def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
-    """A view of ``flat``, a range of a bucket, with the shape of ``leaf``.
-
-    It has the strides of ``leaf``, too, if the elements of ``leaf`` lie in memory without gaps.
-    Thus a gradient in channels-last order is copied without being permuted.
+    """A view of ``flat``, a range of a bucket, with the shape of ``leaf``; also with the strides,
+    if the elements of ``leaf`` lie in memory without gaps: channels-last gradients are not
+    permuted.
     """
     if leaf.is_contiguous() or not _is_dense(leaf):
         return flat.view(leaf.shape)

@@ -160,13 +160,8 @@ def call_before_backward(value: Any, call: Callable[[], None], inputs: Any) -> A
     """Let ``call`` run when backward reaches a tensor of a module's output; return the output.
 
     Unlike :func:`call_at_backward` it puts hooks in the graph instead of new nodes, so that the
-    output is not copied. If a tensor was not computed, or is an input, it falls back to
+    output is not copied. If a tensor was not computed, or is one of ``inputs``, it falls back to
     :func:`call_at_backward`.
-
-    Args:
-        value: The output.
-        call: Runs for each tensor's node that backward reaches.
-        inputs: The arguments that the output was computed from.
     """
     passed = {id(tensor) for tensor in tensors_of(inputs)}
     nodes: dict[Any, None] = {}

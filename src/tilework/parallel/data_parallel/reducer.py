@@ -241,10 +241,8 @@ class Reducer:
     def expect(self, unused: set[int] | None) -> None:
         """Note that a forward pass was made, whose backward pass is to reduce gradients. Local.
 
-        Args:
-            unused: The gradients that the backward pass will not produce; None: not known. After
-                several forward passes before one backward, a gradient is unused if none of them
-                uses it.
+        That will not produce the gradients in ``unused`` (None: not known). After several forward
+        passes before one backward, a gradient is unused if none of them uses it.
         """
         self.expecting = True
         known = self._unused_ahead
@@ -555,10 +553,8 @@ class Reducer:
         tensor.grad = grad.div_(self._divisor())
 
     def report(self) -> StepReport:
-        """The report of the last backward pass on this rank.
-
-        Raises:
-            RuntimeError: There was none.
+        """The report of the last backward pass on this rank. Raises RuntimeError if there
+        was none.
         """
         if self._last_report is None:
             raise RuntimeError(

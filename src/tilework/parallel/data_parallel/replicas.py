@@ -43,9 +43,8 @@ class Replica:
     def digest(self, values: bool) -> int:
         """A number by which ranks compare: equal if counts of passes, and values, are equal. Local.
 
-        Args:
-            values: True to include the elements of parameters in the passes where that is due;
-                tensors on accelerators only in the full mode.
+        Elements of parameters count, if asked for, in the passes where that is due; on accelerators
+        only in the full mode.
         """
         digest = self.passes.digest
         if values and self.passes.is_due():
@@ -54,12 +53,8 @@ class Replica:
         return digest
 
     def find_difference(self, group: ProcessGroup) -> None:
-        """Raise if ranks' counts of passes differ, or parameters by more than rounding.
-
-        Called when digests differ. Collective over the group; blocks.
-
-        Raises:
-            CollectiveMismatchError: Counts or parameters differ; on every rank.
+        """Raise on every rank if counts of passes differ, or parameters by more than rounding:
+        called when digests differ. Collective over the group; blocks.
         """
         compare_passes(self.passes, group)
         compare_values(self.parameters(), group, _ADVICE)
@@ -68,17 +63,11 @@ class Replica:
 def compare_values(
     parameters: Iterable[tuple[str, Tensor]], group: ProcessGroup, advice: str
 ) -> None:
-    """Raise where parameters differ between ranks by more than rounding. Collective; blocks.
+    """Raise CollectiveMismatchError, on every rank, where parameters differ by more than rounding.
+    Collective; blocks.
 
-    Tensors on accelerators are compared only in the full mode of comparison.
-
-    Args:
-        parameters: Local tensors with their names.
-        group: The ranks that should hold the same parameters.
-        advice: The last sentence of the error: what to look for.
-
-    Raises:
-        CollectiveMismatchError: They differ; on every rank.
+    Tensors on accelerators are compared only in the full mode of comparison. ``advice`` is the last
+    sentence of the error: what to look for.
     """
     compare_plain(_compared(parameters), group, full=mode() == "full", advice=advice)
 
@@ -95,14 +84,11 @@ def check_replicas(
     *,
     values: Container[str] = (),
 ) -> None:
-    """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
+    """Raise if named parameters of a module differ between ranks. Collective over the group;
+    blocks.
 
-    Args:
-        parameters: The parameters of this rank's replica, with their names.
-        group: The ranks with replicas.
-        ignored: Names of parameters that may differ.
-        values: Names of parameters whose elements are compared, too, not only names, shapes, dtypes
-            and ``requires_grad``.
+    Parameters whose names are ``ignored`` may differ. Of those in ``values`` elements are compared,
+    too, not only names, shapes, dtypes and ``requires_grad``.
 
     Raises:
         ValueError: They differ; on every rank. The error names the first that does, and both ranks.
@@ -152,12 +138,8 @@ def _difference(
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src: int = 0) -> None:
-    """Overwrite tensors with the tensors of one rank, in few messages. Collective; blocks.
-
-    Args:
-        tensors: Tensors of the same shapes and dtypes on every rank; meta tensors are left alone.
-        group: The ranks.
-        group_src: The rank within the group whose values are sent.
+    """Overwrite tensors, of the same shapes and dtypes on every rank, with those of a group rank,
+    in few messages. Meta tensors are left alone. Collective; blocks.
     """
     if group.size() == 1:
         return

@@ -97,11 +97,9 @@ class StepReport:
 
     @property
     def hidden(self) -> float:
-        """The share of communication that ran beside backward, from 0 to 1.
-
-        Of the time in which at least one bucket was being reduced, it is the share in which
-        backward did not wait. 1 if backward never waited for a reduction; 0 if nothing was
-        overlapped, as where no processor is idle.
+        """The share of communication that ran beside backward, from 0 to 1: of the time in which a
+        bucket was being reduced, the share in which backward did not wait. 0 where no processor is
+        idle.
         """
         total, end = 0.0, 0.0
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.started_ms):
@@ -169,11 +167,7 @@ def step_report(
     times: PassTimes, buckets: Sequence[tuple[tuple[str, ...], int, str]], rebuilt: bool
 ) -> StepReport:
     """The report of a backward pass: times become milliseconds from the start of the pass.
-
-    Args:
-        times: The times of the pass.
-        buckets: The names of the parameters, the bytes and the dtype of each bucket.
-        rebuilt: True if buckets are in the order in which gradients came.
+    ``buckets`` has the names of the parameters, the bytes and the dtype of each.
     """
     start = times.started
     reports = tuple(

@@ -38,9 +38,6 @@ class ModuleStructure:
 
     :meth:`is_current` compares them with the present state in every step: all loops over parameters
     run in C.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -57,10 +57,8 @@ class Catalog:
 
 
 def described(name: str, dtype: torch.dtype, tiling: Tiling) -> Described:
-    """Describe a tensor of a training state as plain data, which ranks can exchange.
-
-    Raises:
-        ValueError: The tensor is partial: no rank has the value.
+    """Describe a tensor of a training state, not a partial one, as plain data that ranks can
+    exchange.
     """
     if len(tiling.terms) != 1:
         raise ValueError(

@@ -89,13 +89,8 @@ class FoundSnapshot:
 
 
 def find(kept: Sequence[Snapshots], group: ProcessGroup) -> FoundSnapshot | None:
-    """The last snapshot of which every part is held by some rank; None if there is none.
-
-    Collective over the new group; blocks.
-
-    Args:
-        kept: This rank's snapshots, also those that were being replaced.
-        group: The default group.
+    """The last snapshot of which every part is held by some rank; None if there is none. ``kept``
+    has also those that were being replaced. Collective over the new group; blocks.
     """
     reports: list[dict[int, Stamps]] = agree(
         lambda: {each.generation: stamps_of(each) for each in kept}, group
@@ -137,17 +132,11 @@ def restore(
     group: ProcessGroup,
     seats: Sequence[int],
 ) -> None:
-    """Fill a state, which all ranks have built, from a snapshot. Collective; blocks.
+    """Fill a state, which all ranks have built, from this rank's part of a snapshot and the
+    others'. Collective; blocks.
 
-    Args:
-        found: The snapshot.
-        held: This rank's part of the snapshot.
-        state: The state.
-        group: The default group.
-        seats: The seat of each rank of the group.
-
-    Raises:
-        ValueError: The state has a tensor of another shape or dtype than the snapshot.
+    ``seats`` has the seat of each rank of the default group. A tensor of another shape or dtype
+    than the snapshot raises ValueError.
     """
     catalog = found.catalog
     make_optimizer_states(

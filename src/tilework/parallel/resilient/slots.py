@@ -40,11 +40,8 @@ _NEVER: Final = -1
 
 @dataclass(frozen=True)
 class AreaLayout:
-    """The layout of each rank's area: a page of stamps, then the slots in whole pages.
-
-    Args:
-        tensor_bytes: The bytes of tensors in each rank's slot.
-        plain_bytes: Room for plain data behind them.
+    """The layout of each rank's area: a page of stamps, then the slots in whole pages: the bytes of
+    tensors, and room for plain data behind them.
     """
 
     tensor_bytes: tuple[int, ...]
@@ -114,12 +111,8 @@ class Slots(ABC):
 
 
 class SharedSlots(Slots):
-    """Areas in memory files, which every rank of the host has opened.
-
-    Args:
-        layout: The layout of areas.
-        rank: This rank.
-        fds: Each rank's file descriptor; this object closes them.
+    """Areas in memory files, which every rank of the host has opened; this closes the
+    descriptors.
     """
 
     def __init__(self, layout: AreaLayout, rank: int, fds: Sequence[int]) -> None:

@@ -186,14 +186,8 @@ def _words(facts: tuple[Any, ...] | None) -> str:
 
 
 def pack(plain: Mapping[str, Any], trusted: bool) -> bytes:
-    """Plain data as bytes.
-
-    Args:
-        plain: Values by the name of their owner in the state.
-        trusted: True if only ranks of the job can read them: then any class is allowed.
-
-    Raises:
-        TypeError: Another rank could not read them.
+    """Plain data, by the name of their owner in the state, as bytes. Any class is allowed if only
+    ranks of the job can read them; else those that others cannot read raise TypeError.
     """
     try:
         data = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)

@@ -101,13 +101,9 @@ class Tracked:
 def contents_of(state: State, fills: bool = False) -> Contents:
     """The tensors of the state that this rank knows of, and the other values. Local.
 
-    All ranks hold equal copies of plain parameters and optimizer states, in a pipeline all ranks
-    of a stage. Of a plain buffer the first rank's copy is the valid one. A tensor that is in
-    several places is listed once.
-
-    Args:
-        state: The state.
-        fills: True to list all copies of buffers, as targets.
+    All ranks hold equal copies of plain parameters and optimizer states, in a pipeline all ranks of
+    a stage. Of a plain buffer the copy of the first rank is valid; with ``fills`` all copies are
+    listed, as targets. A tensor that is in several places is listed once.
 
     Raises:
         TypeError: The state has something that cannot be saved and restored.
@@ -232,11 +228,8 @@ def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[
 def make_optimizer_states(
     state: State, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Make the optimizer states that a snapshot will fill. Local.
-
-    Args:
-        state: The state, whose optimizers may not have stepped yet.
-        entries: Shape and dtype of the snapshot's tensors, by name.
+    """Make the optimizer states that a snapshot will fill, with the shapes and dtypes of
+    ``entries``. Local.
     """
     for name, _, inner, mine in _optimizers(state):
         keys: dict[str, list[str]] = {}
@@ -273,12 +266,8 @@ def _empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: tor
 
 
 def parameter_values(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The values other than tensors that optimizers keep: by optimizer, then by parameter.
-
-    The values of a parameter go to the rank that steps on the parameter later.
-
-    Args:
-        plain: The plain data of :func:`contents_of`.
+    """The values other than tensors that optimizers keep: by optimizer, then by parameter. They go
+    to the rank that steps on the parameter later.
     """
     return {
         name: value["parameters"]
@@ -290,12 +279,8 @@ def parameter_values(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def set_plain(
     state: State, plain: Mapping[str, Any], of_parameters: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Set the values that :func:`contents_of` gave, also on a state for other ranks. Local.
-
-    Args:
-        state: The state.
-        plain: This rank's values.
-        of_parameters: The :func:`parameter_values` of all ranks.
+    """Set this rank's values, from :func:`contents_of`, and the :func:`parameter_values` of all
+    ranks, also on a state for other ranks. Local.
     """
     for name, value in state.items():
         if name not in plain:

@@ -43,10 +43,8 @@ _TIME_LIMIT, _SIGTERM = 1, 2
 
 
 class Stopping:
-    """The wish of this rank to stop. Ranks agree on it in each step.
-
-    Args:
-        limit: The time that the loop may take; None: no limit.
+    """The wish of this rank to stop, at the latest after ``limit``. Ranks agree on it in
+    each step.
     """
 
     def __init__(self, limit: timedelta | None) -> None:
@@ -65,10 +63,8 @@ class Stopping:
 
     @contextlib.contextmanager
     def listening(self, warning: Callable[[], str]) -> Iterator[None]:
-        """A context in which SIGTERM is a wish to stop; only in the main thread.
-
-        Args:
-            warning: Called at the signal: the line for stderr, "" for none.
+        """A context in which SIGTERM is a wish to stop; only in the main thread. ``warning`` gives
+        the line for stderr at the signal, "" for none.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -108,10 +104,8 @@ class Checkpoints(Protocol):
         ...
 
     def wait(self) -> object:
-        """Wait for a save that runs in the background. Collective.
-
-        Raises:
-            CheckpointError: The save has failed; on all ranks.
+        """Wait for a save that runs in the background; a failure raises on all ranks.
+        Collective.
         """
         ...
 

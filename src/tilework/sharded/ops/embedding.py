@@ -31,15 +31,11 @@ from tilework.sharded.tensor import ShardedTensor
 def rows_of(
     ids: Tensor, weight: ShardedTensor, name: str, refuse: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """The rows that ``ids`` name, each once and in order, and the row of each id. Collective.
+    """The rows that this rank's ``ids`` name, each once and in order, and the row of each id.
+    Collective.
 
     A rank receives the ids that others look up in its tiles, and the rows that it asked for.
-
-    Args:
-        ids: This rank's ids.
-        weight: The table.
-        name: The operator's name, for errors.
-        refuse: Raises if other arguments are wrong; then all ranks raise.
+    ``refuse`` raises if other arguments are wrong; then all ranks raise.
     """
     group = member_of(weight, name)
     tiles = tiles_by_rank(weight, group)

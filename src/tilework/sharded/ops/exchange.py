@@ -25,18 +25,14 @@ from tilework.sharded.tensor import ShardedTensor
 def agree_on_gradients(
     count: Callable[[], list[int]], inputs: Sequence[Tensor], group: ProcessGroup
 ) -> list[list[int]]:
-    """The numbers of each rank, after all agreed on which inputs need a gradient.
+    """The numbers of each rank, after all agreed on which inputs need a gradient. Collective;
+    blocks.
 
-    Collective; blocks.
-
-    Args:
-        count: Checks this rank's arguments, and returns numbers that the others need.
-        inputs: Tensors for which backward communicates if they need a gradient.
-        group: The group.
+    ``count`` checks this rank's arguments, and returns numbers that the others need; it may raise.
+    For ``inputs`` that need a gradient backward communicates.
 
     Raises:
         ValueError: Some ranks need a gradient and others do not: they would wait in backward.
-        Exception: Raised by ``count`` on a rank.
     """
     enabled = torch.is_grad_enabled()
     needs = [enabled and tensor.requires_grad for tensor in inputs]
@@ -50,12 +46,8 @@ def agree_on_gradients(
 
 
 def exchange(parts: Sequence[Tensor], received: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """The flat tensors from each rank, after sending one to each. Collective, also backward.
-
-    Args:
-        parts: A flat tensor for each rank of the group, in the group's order.
-        received: The number of elements from each.
-        group: The group.
+    """The flat tensors from each rank, ``received`` elements each, after sending one of ``parts``
+    to each. Collective, also backward.
     """
     sent = [part.numel() for part in parts]
     flat: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]

@@ -122,11 +122,7 @@ def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
 
 
 def sharded_argument(func: Callable[..., Any], args: Any, kwargs: Any) -> ShardedTensor:
-    """The first argument of a call.
-
-    Raises:
-        RuntimeError: It is not a sharded tensor.
-    """
+    """The first argument of a call, which must be a sharded tensor."""
     tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, args, kwargs)
@@ -142,10 +138,8 @@ def options_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def dims_of(tensor: Tensor, dim: Any) -> tuple[int, ...] | None:
-    """The dims of an argument ``dim``, ascending, counted from the first; None: all of them.
-
-    Raises:
-        IndexError: The tensor has no such dim.
+    """The dims of an argument ``dim``, ascending, counted from the first; None: all of them. Raises
+    IndexError for those that the tensor lacks.
     """
     dims = () if dim is None else dim if isinstance(dim, list | tuple) else (dim,)
     return tuple(sorted({dim_at(dim, tensor.dim()) for dim in dims})) or None
@@ -191,12 +185,8 @@ def cached(tensor: ShardedTensor, key: Hashable, make: Callable[[], T]) -> T:
 def layout_of_boxes(
     tensor: ShardedTensor, size: Sequence[int], boxes: Sequence[Box | None]
 ) -> ResultLayout:
-    """The layout of a result with these boxes, each on the rank of the tensor's tile.
-
-    Args:
-        tensor: The tensor.
-        size: The size of the result.
-        boxes: For each tile the result's box; None: nothing is left of the tile.
+    """The layout of a result with these boxes, each on the rank of the tensor's tile; None: nothing
+    is left of the tile.
     """
     metadata = tensor._metadata
     shards: list[ShardMetadata] = []
@@ -237,12 +227,8 @@ def of_tiles(
 ) -> ShardedTensor:
     """A tensor of results computed from another tensor's tiles, on the same ranks. Local.
 
-    Args:
-        tensor: The tensor.
-        layout: The layout of the result.
-        results: For each of this rank's tiles the result, of which a part is taken where the shard
-            is empty; None: nothing is left of the tile. On a rank without tiles the result of the
-            stand-in, if the dtype may be another.
+    A part of a result is taken where the shard is empty; None: nothing is left of the tile. On a
+    rank without tiles there is the result of the stand-in, if the dtype may be another.
     """
     local, shards = [], layout.metadata.shards_metadata
     for i, result in zip(tensor.tiling.of(get_rank()), results, strict=False):

@@ -49,10 +49,8 @@ def needs(*promises: Capability) -> Callable[[Tests], Tests]:
 
 
 def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that each rank runs, with the rank as the first argument.
-
-    Args:
-        count: The number of ranks. None: it is the test's argument ``n``.
+    """Make a test of a function that each of ``count`` ranks (None: of the test's argument ``n``)
+    runs, with the rank as the first argument.
     """
 
     def test_of(body: Callable[..., None]) -> Callable[..., None]:

@@ -29,14 +29,8 @@ def guard_empty_shards(
 ) -> MakeRun:
     """Make the run of an operator on shards that may be empty, which torch refuses.
 
-    Zeros replace empty shards: gradients, and gradients of gradients, then take the same way on
-    all ranks.
-
-    Args:
-        function: The operator.
-        arguments: The arguments by name.
-        dims: The factors of the tensors.
-        local: The arguments that differ between shards, each with at least one element.
+    Zeros replace empty shards: gradients, and gradients of gradients, then take the same way on all
+    ranks. ``local`` makes the arguments that differ between shards.
     """
 
     def make(ranges: LocalRanges) -> Callable[..., Any]:
@@ -77,14 +71,8 @@ def _is_emptied(local: Tensor, arg: Arg) -> bool:
 
 
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
-    """A parameter such as ``stride`` as one number per spatial dim.
-
-    Args:
-        value: An int, or a sequence of one or ``count`` ints.
-        count: The number of spatial dims.
-
-    Returns:
-        None if the value has another type or length.
+    """A parameter such as ``stride``, an int or a sequence of one or ``count`` ints, as one number
+    per spatial dim; None if it is something else.
     """
     if isinstance(value, int):
         return (value,) * count

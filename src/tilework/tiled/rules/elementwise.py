@@ -72,15 +72,10 @@ def pointwise(
     extremum: str | None = None,
     results: int = 1,
 ) -> RuleResult:
-    """The call of an elementwise operator; None if the tensors do not broadcast together.
+    """The call of an elementwise operator on all tensors; None if they do not broadcast together.
 
-    Args:
-        args: All tensors of the call.
-        linear: As for :func:`~tilework.tiled.op_rules.local_call`; sets that contain values
-            other than tensors are ignored.
-        rearranges: As for :func:`~tilework.tiled.op_rules.local_call`.
-        extremum: As for :func:`~tilework.tiled.op_rules.local_call`.
-        results: The number of results.
+    Further arguments are as for :func:`~tilework.tiled.op_rules.local_call`; sets in ``linear``
+    that contain values other than tensors are ignored.
     """
     shapes = [arg.shape for arg in args]
     try:

@@ -19,11 +19,7 @@ def allow_empty_shards(
 ) -> Callable[[LocalRanges], Callable[..., Any] | None]:
     """Make the run of ``function``, which refuses empty tensors, on shards that may be empty.
 
-    The run is called with the local tensors.
-
-    Args:
-        function: The function.
-        like: The number of the tensor in which sharded dims have the same places as in all results.
+    Sharded dims have the same places in the tensor number ``like`` as in all results.
     """
 
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:

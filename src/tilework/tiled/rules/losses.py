@@ -38,13 +38,8 @@ def reduce_loss(
     dims: Mapping[Arg, Sequence[Factor | Dim | None]],
     out: Sequence[Factor],
 ) -> LocalCall:
-    """The call of a loss with the argument ``reduction``.
-
-    Args:
-        function: Computes the loss on local tensors.
-        arguments: All arguments by name, in order.
-        dims: The factors of the dims of tensors.
-        out: The factors of the loss before it is reduced.
+    """The call of a loss with the argument ``reduction``, from all arguments by name, in order.
+    ``out`` are the factors of the loss before it is reduced.
     """
     reduction = arguments["reduction"]
     count = math.prod(factor.size for factor in out)

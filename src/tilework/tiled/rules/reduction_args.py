@@ -22,15 +22,11 @@ NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
 def dims_of(ndim: int, dim: Any) -> Ints | None:
-    """The dims that a reduction's argument ``dim`` names, counted from 0.
+    """The dims that a reduction's argument ``dim`` names, counted from 0: an int or several; None
+    and an empty sequence mean all dims.
 
-    Args:
-        ndim: The number of dims of the tensor.
-        dim: An int, a sequence of ints, or None. None and an empty sequence mean all dims.
-
-    Returns:
-        The dims; None if a dim is out of range, repeated, or no int. A rule then returns None as
-        well, and torch's own operator raises its error.
+    None if a dim is out of range, repeated, or no int: a rule then returns None as well, and
+    torch's own operator raises its error.
     """
     given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if not given:
@@ -58,16 +54,8 @@ def reduce_dims(
 ) -> LocalCall:
     """The call of a reduction.
 
-    Args:
-        input: The tensor.
-        dims: The dims that are reduced.
-        keepdim: Whether reduced dims stay, with a size of one.
-        reduce_op: The reduction of the ranks' results; None: the dims are unshardable.
-        results: The number of results.
-        linear: Whether the reduction is linear.
-        extremum: As for :func:`~tilework.tiled.op_rules.local_call`.
-        run: Makes the function to run instead of the operator, from the ranges and each dim's
-            factor.
+    ``reduce_op`` reduces the ranks' results; None: the dims are unshardable. ``run`` makes the
+    function to run instead of the operator, from the ranges and each dim's factor.
     """
     factors = [
         Factor(size, f"d{dim}", unshardable=reduce_op is None and dim in dims, reduce_op=reduce_op)
@@ -129,11 +117,8 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 
 def sums_partial(input: Arg, dtype: torch.dtype | None) -> bool:
-    """True if partial sums of a tensor may be summed before they are reduced. Local.
-
-    Args:
-        input: The tensor.
-        dtype: The dtype that elements are cast to first; None: as in torch's sums.
+    """True if partial sums of a tensor may be summed before they are reduced, if elements are cast
+    to ``dtype`` first (None: as in torch's sums). Local.
     """
     is_whole = not (input.dtype.is_floating_point or input.dtype.is_complex)
     return keeps_sums(dtype or (torch.int64 if is_whole else input.dtype), input.dtype)

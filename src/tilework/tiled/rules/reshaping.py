@@ -113,10 +113,8 @@ def sizes_of(given: Sequence[Any]) -> Ints:
 
 
 def dim_at(dim: int, ndim: int) -> int:
-    """The non-negative number of a dim, where negative numbers count from the last dim.
-
-    Raises:
-        IndexError: There is no such dim.
+    """The number from 0 of a dim; negative numbers count from the last. IndexError if there is
+    none.
     """
     count = max(ndim, 1)
     if not -count <= dim < count:
@@ -144,11 +142,9 @@ def infer_sizes(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
 def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResult:
     """The call that gives a tensor other dims, with the same elements in the same order.
 
-    Args:
-        input: The tensor.
-        sizes: The new sizes; one of them may be -1.
-        copies: True to copy where dims cannot be merged in memory, False to raise as ``view``
-            does. No effect if the layout knows the full tensor's strides, which decided before.
+    One of ``sizes`` may be -1. With ``copies`` it copies where dims cannot be merged in memory,
+    else it raises as ``view`` does. No effect if the layout knows the full tensor's strides, which
+    decided before.
     """
     shape = infer_sizes(input.shape, sizes)
     if shape is None:
