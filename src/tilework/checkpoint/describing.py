@@ -37,8 +37,7 @@ class Description:
     """The description of one rank's state, for the other ranks.
 
     Args:
-        leaves: By path, the facts of each leaf.
-        containers: By path, the kind of each container.
+        leaves, containers: By path, the facts of each leaf, and the kind of each container.
         contents: By path, the CRC-32s of this rank's tiles that have elements; only for tensors
             that some of the ranks do not hold.
     """

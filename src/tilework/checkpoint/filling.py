@@ -34,13 +34,7 @@ Finish = Callable[[], Any]
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A tensor to fill.
-
-    Args:
-        saved: The saved tensor.
-        tensor: The tensor to fill.
-        where: The name in the state.
-    """
+    """A tensor to fill from a saved tensor, and the name in the state."""
 
     saved: SavedTensor
     tensor: Tensor

@@ -15,22 +15,15 @@ _NUMBERS = ("int", "float")
 
 @dataclass(frozen=True, slots=True)
 class FlatValue:
-    """A value of a state that is not a tensor.
-
-    Attributes:
-        json: The value in the form in which the index stores it (docs/format.md).
-    """
+    """A value of a state that is not a tensor, as the index stores it in JSON (docs/format.md)."""
 
     json: Any
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A leaf of a saved state that is a tensor: the state holds the name instead.
-
-    Attributes:
-        name: The name of the tensor in the checkpoint.
-        kind: The kind of the leaf in the index, such as ``"tensor"``.
+    """A leaf of a saved state that is a tensor, of a kind such as ``"tensor"``: the state holds the
+    name in the checkpoint instead.
     """
 
     name: str
@@ -39,10 +32,8 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A leaf of a saved state that differs between ranks.
-
-    Attributes:
-        variants: For each different value: the ranks that have the value, then the value.
+    """A leaf of a saved state that differs between ranks: for each value the ranks, then
+    the value.
     """
 
     variants: tuple[tuple[tuple[int, ...], FlatValue | NamedTensor], ...]

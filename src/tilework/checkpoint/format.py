@@ -100,12 +100,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A file of a checkpoint.
-
-    Args:
-        nbytes: The length of the file.
-        header_crc32: The CRC-32 of the bytes before the first element.
-    """
+    """A file of a checkpoint: the length, and the CRC-32 of the bytes before the first element."""
 
     nbytes: int
     header_crc32: int

@@ -31,11 +31,8 @@ _FEW_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of a checkpoint to load, as all ranks know it.
-
-    Args:
-        saved: The tensor.
-        tiles: The wanted boxes, each with the global ranks that want it.
+    """A tensor of a checkpoint to load, as all ranks know it: boxes, each with the global ranks
+    that want it.
     """
 
     saved: SavedTensor
@@ -45,10 +42,8 @@ class Wanted:
 class Need(NamedTuple):
     """The region of a part that some ranks need.
 
-    Args:
-        box: The region, in the full tensor's coordinates.
-        tile: The position in ``Wanted.tiles`` of the tile that contains the box.
-        ranks: The ranks that want the tile.
+    ``box`` is in the full tensor's coordinates; ``tile`` is the position in ``Wanted.tiles`` of the
+    tile that contains it, which ``ranks`` want.
     """
 
     box: Box
@@ -57,13 +52,7 @@ class Need(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A part of a file that one rank reads for itself.
-
-    Attributes:
-        tensor: The number of the tensor in the list of wanted tensors.
-        part: The part of the tensor in a file.
-        need: The region of the part that the rank needs.
-    """
+    """A region of a part that one rank reads for itself. ``tensor`` counts the wanted tensors."""
 
     tensor: int
     part: Part
@@ -71,14 +60,10 @@ class Read(NamedTuple):
 
 
 class ReadUnit(NamedTuple):
-    """A piece of a shared part, which one rank reads for all ranks of a host.
+    """The elements of a shared part from ``start`` to ``stop``, which one rank reads for all of a
+    host.
 
-    Attributes:
-        tensor: The number of the tensor in the list of wanted tensors.
-        part: The part of the tensor in a file.
-        start: The first element of the piece, counted in the part.
-        stop: The element after the last element of the piece.
-        needs: The regions of the part that overlap the piece, with the ranks that need them.
+    ``needs`` are the regions that overlap them. ``tensor`` counts the wanted tensors.
     """
 
     tensor: int
@@ -89,12 +74,8 @@ class ReadUnit(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """A part of a file that several ranks of a host need, and read together.
-
-    Attributes:
-        tensor: The number of the tensor in the list of wanted tensors.
-        part: The part of the tensor in a file.
-        needs: The regions of the part, each with the ranks that need it.
+    """A part that several ranks of a host need, and read together. ``tensor`` counts the wanted
+    tensors.
     """
 
     tensor: int

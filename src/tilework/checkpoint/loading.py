@@ -170,14 +170,7 @@ def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Settings of a load.
-
-    Args:
-        names: Patterns of the names of the state to load; None: all.
-        map_names: From names of the state to names of the checkpoint.
-        strict: Raise if the checkpoint lacks a requested name.
-        verify: Compare checksums.
-    """
+    """Settings of a load, as for :func:`~tilework.checkpoint.load`."""
 
     names: Sequence[str] | None = None
     map_names: MapNames = None

@@ -29,11 +29,7 @@ from tilework.errors import CheckpointError
 class Opened:
     """The index of a checkpoint or of published weights, and facts about the folder.
 
-    Args:
-        storage: The folder.
-        index: The index.
-        flat: The state, for published weights; None: the state is in the index.
-        has_sums: True if the index has checksums; False for published weights.
+    ``flat`` is the state, for published weights; None: the state is in the index.
     """
 
     storage: Storage

@@ -44,8 +44,6 @@ class CoreRead(NamedTuple):
     """A read of whole chunks of a part, for some wanted bytes.
 
     Args:
-        tensor: The tensor.
-        part: The part.
         runs: The wanted bytes of the part, and the places in memory to write them to.
         reach: The bytes of the part to read: from the first chunk's begin to the last chunk's end.
         counted: The bytes to report as progress.
@@ -178,15 +176,11 @@ Place = Tensor | Runs
 
 
 class Targets:
-    """The tensors that this rank fills.
+    """The tensors that this rank fills: one or None for each wanted tensor, which are the same list
+    on all ranks.
 
     Runs are computed once for equal tensors, as models have the same layers many times.
-
-    Args:
-        wanted: The tensors to load, the same list on all ranks.
-        tensors: For each wanted tensor, this rank's tensor to fill; None if this rank has none.
-        rank: This rank.
-        by_core: True if the core reads the files, and can write to memory itself.
+    ``by_core``: the core reads the files, and can write to memory itself.
     """
 
     def __init__(
@@ -249,13 +243,7 @@ def ignored(nbytes: int) -> None:
 
 
 class PartReader:
-    """Reads parts from the files of one checkpoint, which are opened when they are needed.
-
-    Args:
-        storage: The folder of the files.
-        index: The index of the checkpoint.
-        verify: Compare checksums.
-    """
+    """Reads parts from the files of one checkpoint, which are opened when they are needed."""
 
     def __init__(self, storage: Storage, index: Index, verify: bool = True) -> None:
         self.storage, self.index, self.verify = storage, index, verify

@@ -179,13 +179,8 @@ def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: in
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to write: a header, then tensors without gaps.
-
-    Args:
-        name: The file's name.
-        header: The bytes before the first element.
-        offsets: By name of a tensor, in file order, the position of the first byte in the file.
-        nbytes: The file's length.
+    """A file to write: a header, then tensors without gaps, with the positions of their first
+    bytes.
     """
 
     name: str

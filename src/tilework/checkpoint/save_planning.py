@@ -34,12 +34,8 @@ def check_file_bytes(file_bytes: int) -> None:
 class TensorToSave:
     """The description of a tensor to save, which is the same on all ranks.
 
-    Args:
-        name: The name in the checkpoint.
-        dtype: The index's name of the dtype.
-        shape: The global shape.
-        tiles: The boxes, and for each the global ranks that hold all of its elements.
-        layout: The sharding, as text for people.
+    ``tiles`` are the boxes, and for each the global ranks that hold all of its elements. ``dtype``
+    is the index's name, ``layout`` the sharding as text for people.
     """
 
     name: str
@@ -60,13 +56,7 @@ class TensorToSave:
 
 
 class BoxToWrite(NamedTuple):
-    """A box of a tensor that one rank writes.
-
-    Args:
-        tensor: The number of the tensor in the list of saved tensors.
-        box: The region.
-        nbytes: The number of bytes.
-    """
+    """A box that one rank writes. ``tensor`` counts the saved tensors."""
 
     tensor: int
     box: Box
@@ -217,14 +207,7 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 class PlacedBox(NamedTuple):
-    """A region of a tensor, with the place in a file to write it to.
-
-    Attributes:
-        tensor: The number of the tensor in the list of saved tensors.
-        box: The region of the tensor.
-        offset: The position of the first byte in the file.
-        nbytes: The number of bytes.
-    """
+    """A box, and the place in a file to write the bytes to. ``tensor`` counts the saved tensors."""
 
     tensor: int
     box: Box
@@ -234,13 +217,8 @@ class PlacedBox(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file that one rank writes.
-
-    Args:
-        name: The file's name.
-        header: The bytes before the first element, in the format of safetensors.
-        boxes: The boxes in file order, without gaps.
-        nbytes: The length of the file.
+    """A file that one rank writes: the header of safetensors, then the boxes in order, without
+    gaps.
     """
 
     name: str

@@ -26,14 +26,7 @@ from tilework.sharded import ShardedOptimizer, named_params_with_sharded_tensor
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can give and load a state; classes need not derive from this.
-
-    Example:
-        >>> import torch
-        >>> from tilework.checkpoint import Stateful
-        >>> isinstance(torch.nn.Linear(1, 1), Stateful), isinstance({}, Stateful)
-        (True, False)
-    """
+    """An object that can give and load a state; classes need not derive from this."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state: any nesting of containers, tensors and plain values."""

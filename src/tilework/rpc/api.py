@@ -208,12 +208,7 @@ def get_worker_infos() -> list[WorkerInfo]:
 
 
 def is_initialized() -> bool:
-    """True if this rank has called init_rpc, and not shutdown since.
-
-    Example:
-        >>> is_initialized()
-        False
-    """
+    """True if this rank has called init_rpc, and not shutdown since."""
     return current_state().agent is not None
 
 

@@ -68,11 +68,8 @@ NO_FILE: Final = File(-1, False)
 
 
 class RefId(NamedTuple):
-    """The name of a reference, the same on all ranks.
-
-    Attributes:
-        creator: The rank that created the reference.
-        number: The number that the creator gave to the reference.
+    """The name of a reference, the same on all ranks: the creator's rank, and a number by the
+    creator.
     """
 
     creator: int

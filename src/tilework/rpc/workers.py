@@ -18,12 +18,7 @@ _NAMES_SHOWN: Final = 16
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A rank that takes part in RPC, as the others know it.
-
-    Example:
-        >>> WorkerInfo("trainer", 0)
-        WorkerInfo(name='trainer', id=0)
-    """
+    """A rank that takes part in RPC, as the others know it."""
 
     name: str
     """The name that the worker gave to init_rpc; unique."""

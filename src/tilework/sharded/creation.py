@@ -24,17 +24,7 @@ Size = int | Sequence[int]
 
 
 def empty(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of unset memory.
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, empty
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     return empty(spec, 10, 20).local_tensor().shape
-        >>> run_ranks(2, program)
-        [torch.Size([5, 20]), torch.Size([5, 20])]
-    """
+    """A sharded tensor of unset memory. Example: see :func:`zeros`."""
     return ShardedTensor(sharding_spec, *size, **properties)
 
 
@@ -52,15 +42,7 @@ def zeros(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> Sharde
 
 
 def ones(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of ones.
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, ones
-        >>> from tilework.testing import run_ranks
-        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> run_ranks(2, lambda rank: ones(halves, 3).sum().item())
-        [3.0, 3.0]
-    """
+    """A sharded tensor of ones. Example: see :func:`zeros`."""
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.fill_(1))
 
 
@@ -70,11 +52,7 @@ def full(
     """A sharded tensor with one value everywhere; by default of the value's dtype.
 
     Example:
-        >>> from tilework.sharded import ChunkShardingSpec, full
-        >>> from tilework.testing import run_ranks
-        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> run_ranks(2, lambda rank: full(halves, [3], 7).local_tensor().tolist())
-        [[7, 7], [7]]
+        ``full(spec, [3], 7)``; see :func:`zeros`.
     """
     if properties.get("dtype") is None:
         properties["dtype"] = torch.full((), fill_value).dtype
@@ -84,28 +62,13 @@ def full(
 def rand(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
     """A sharded tensor of numbers from [0, 1), each shard from the generator of its rank.
 
-    Ranks with the same seed get the same numbers in their shards.
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, rand
-        >>> from tilework.testing import run_ranks
-        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> run_ranks(2, lambda rank: bool((rand(halves, 3).local_tensor() < 1).all()))
-        [True, True]
+    Ranks with the same seed get the same numbers in their shards. Example: see :func:`zeros`.
     """
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.uniform_())
 
 
 def randn(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of standard normal numbers; see :func:`rand`.
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, randn
-        >>> from tilework.testing import run_ranks
-        >>> halves = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> run_ranks(2, lambda rank: randn(halves, 3, dtype=torch.float64).dtype)
-        [torch.float64, torch.float64]
-    """
+    """A sharded tensor of standard normal numbers; see :func:`rand`. Example: see :func:`zeros`."""
     return _filled(sharding_spec, size, properties, lambda shard: shard.tensor.normal_())
 
 

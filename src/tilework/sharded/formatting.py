@@ -17,15 +17,7 @@ _LISTED = 16
 
 @dataclass(frozen=True)
 class ShardOwner:
-    """A rank or worker, and the shards that it owns.
-
-    Attributes:
-        name: The name that is shown, such as ``rank 0``.
-        rank: The global rank; None for a worker that is known only by name.
-        devices: The devices of the shards.
-        shards: The metadata of the shards.
-        n_bytes: The bytes of all shards.
-    """
+    """A rank or worker, and the shards that it owns. A worker may be known only by name."""
 
     name: str
     rank: int | None

@@ -237,12 +237,7 @@ def trusted_shard(
 @_explained
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
-    """The common properties of all shards of a tensor.
-
-    Example:
-        >>> TensorProperties(torch.int32).requires_grad
-        False
-    """
+    """The common properties of all shards of a tensor."""
 
     #: By default torch's default dtype at the time when the properties are made.
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)

@@ -15,11 +15,8 @@ from tilework.sharded.metadata import Shard
 
 @dataclass(eq=False)
 class RemoteShards:
-    """The RRefs of one sharded tensor, by the rank that owns the shards.
-
-    Attributes:
-        number: The number of the tensor on this rank.
-        rrefs: By rank, the RRefs of the shards of that rank.
+    """The RRefs of one sharded tensor, which has this number on this rank, by the rank that owns
+    the shards.
     """
 
     number: int

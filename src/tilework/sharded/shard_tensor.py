@@ -153,14 +153,8 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """A plain tensor to shard, and the spec and source for it.
-
-    Attributes:
-        name: The name of the tensor, for errors.
-        tensor: The plain tensor.
-        spec: The sharding spec.
-        src_rank: The rank whose values are taken.
-        group: The group of ranks that shard the tensor.
+    """A plain tensor to shard (with a name for errors), the spec, and the rank whose values are
+    taken.
     """
 
     name: str

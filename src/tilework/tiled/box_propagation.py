@@ -34,11 +34,8 @@ class Obstacle(Enum):
 
 @dataclass(frozen=True)
 class NotLocal:
-    """An operator cannot run tile by tile.
-
-    Args:
-        obstacle: The reason.
-        dim: The first dim of an input that causes it; None if there is no single dim.
+    """An operator cannot run tile by tile; if a single dim of an input causes it, the first such
+    dim.
     """
 
     obstacle: Obstacle
@@ -47,12 +44,8 @@ class NotLocal:
 
 @dataclass(frozen=True, eq=False)
 class LocalOp:
-    """An operator runs tile by tile.
-
-    Args:
-        map: The factor map of the operator.
-        inputs: The tilings of the inputs.
-        tiles: For each tile the ranges of factors that are divided.
+    """An operator runs tile by tile; for each tile there are the ranges of factors that are
+    divided.
     """
 
     map: FactorMap

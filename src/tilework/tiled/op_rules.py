@@ -21,11 +21,8 @@ from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_facto
 class Arg:
     """A tensor argument of a call, as a rule gets it. A plain tensor counts as replicated.
 
-    Args:
-        number: The position among the tensors of the call.
-        shape: The global shape.
-        dtype: The dtype.
-        sharded_dims: The dims of which ranks hold different shards.
+    The number counts the tensors of the call, the shape is global, and ranks hold different shards
+    of the sharded dims.
     """
 
     number: int

@@ -39,12 +39,7 @@ class _Purpose:
 class ProgramCode:
     """The code of a program, for one record or for several with equal skeletons.
 
-    Args:
-        name: The step's name.
-        graph: The program of the first record.
-        options: The options that each call passes.
-        digests: The digests of the program's collectives.
-        skeleton: The program taken apart; None: no other record joins.
+    Each call passes ``options``. Without a skeleton no other record joins.
     """
 
     def __init__(

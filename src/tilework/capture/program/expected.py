@@ -12,12 +12,8 @@ class Unexpected(CaptureError):
 
 
 class Expected:
-    """An instruction that raises if a value on which the recorded call has branched differs.
-
-    Args:
-        func: The function that reads the value.
-        value: The value in the recorded call.
-        site: The line of the user's program.
+    """An instruction that raises if a value on which the recorded call has branched differs from
+    the value in that call.
     """
 
     def __init__(self, func: Any, value: Any, site: str) -> None:

@@ -67,11 +67,8 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A constant in which records of one program differ: a parameter of the program.
-
-    Attributes:
-        number: The parameter is ``k<number>``.
-        example: The constant of the first record.
+    """A constant in which records of one program differ: the parameter ``k<number>`` of the
+    program. The example is the constant of the first record.
     """
 
     number: int

@@ -24,11 +24,8 @@ def wait_for(work: Work, *tensors: Any) -> None:
 class GroupCall:
     """A call of a group's method, such as an all-reduce, as an instruction of a program.
 
-    Args:
-        group: The group.
-        method: The name of the group's method.
-        opts: The options of the call; None if the method takes no options: it returns a Work.
-        others: The arguments between the tensors and the options.
+    ``opts`` are None if the method takes none: it returns a Work. ``others`` are the arguments
+    between the tensors and the options.
     """
 
     def __init__(

@@ -162,11 +162,8 @@ def _waiting(function: Any) -> Any:
 class Compiled:
     """A program that Inductor has compiled, once or for several sizes.
 
-    Args:
-        graph: The program.
-        options: The numbers for options of optimizers, which each call passes.
-        groups: The groups of the program's collectives.
-        shared: The positions of inputs that share memory to which the program writes.
+    Each call passes the numbers for ``options``. ``shared`` are the positions of inputs that share
+    memory to which the program writes.
     """
 
     def __init__(

@@ -72,12 +72,7 @@ class NumberError(CaptureError):
 
 
 class WrongNumberError(NumberError):
-    """A record with Numbers gives another result than the step, which has run.
-
-    Args:
-        wrong: The value that differs.
-        result: The result of the step.
-    """
+    """A record with Numbers gives another result than the step, which has run with ``result``."""
 
     def __init__(self, wrong: str, result: Any) -> None:
         super().__init__(

@@ -100,11 +100,8 @@ _READS: dict[str, Callable[[StatePlace], Any]] = {
 
 
 class Argument:
-    """The place of a tensor among the arguments of a call: a leaf, or a leaf's local tensor.
-
-    Args:
-        number: The position among the leaves of the arguments.
-        is_dtensor: True if the leaf is a DTensor.
+    """The place of a tensor among the arguments of a call: the leaf of this number, or the local
+    tensor of a DTensor there.
     """
 
     __slots__ = ("is_dtensor", "number")

@@ -31,15 +31,11 @@ NOT_CURRENT = object()
 
 
 class StepRecord:
-    """A record of a step: a program for one kind of call, and the conditions of the program.
+    """A record of a step: a program for one kind of call, and the conditions of the program besides
+    the inputs' layouts.
 
-    Args:
-        name: The step's name.
-        graph: The program.
-        tree: The structure of the step's result; ``graph.result`` has the leaves.
-        held: The conditions of the program besides the inputs' layouts.
-        code: The code of the program.
-        constants: The constants of the program; see ``Skeleton``.
+    ``graph.result`` has the leaves of the result, ``tree`` the structure. See ``Skeleton`` for
+    ``constants``.
     """
 
     def __init__(

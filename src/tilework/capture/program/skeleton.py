@@ -24,11 +24,8 @@ from tilework.dtensor.internal import DTensorSpec
 
 @dataclass(eq=False, slots=True)
 class Skeleton:
-    """A program taken apart.
-
-    Attributes:
-        tokens: All that records of one program have in common, in order.
-        constants: The constants, in order: integers, floats, tensors, layouts, collectives.
+    """A program taken apart: all that records of one program have in common, in order, and the
+    constants (integers, floats, tensors, layouts, collectives).
     """
 
     tokens: list[Any]

@@ -53,13 +53,8 @@ _BUILTIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 @dataclass(frozen=True)
 class DcpPlace:
-    """The bytes of one part of a tensor, or of a pickled object, in a file of the folder.
-
-    Attributes:
-        file: The name of the file, without a folder.
-        offset: The position of the first byte in the file.
-        nbytes: The number of bytes.
-        is_transformed: True if DCP compressed or otherwise transformed the bytes.
+    """The bytes of one part of a tensor, or of a pickled object, in a file of the folder;
+    ``is_transformed`` if DCP compressed or otherwise transformed them.
     """
 
     file: str
@@ -70,12 +65,8 @@ class DcpPlace:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor that the metadata describe.
-
-    Attributes:
-        shape: The global shape.
-        dtype: The dtype.
-        boxes: The parts of the tensor that are stored, in the global tensor's coordinates.
+    """A tensor that the metadata describe, and the boxes that are stored, in the global
+    coordinates.
     """
 
     shape: tuple[int, ...]

@@ -35,12 +35,8 @@ REGION_BYTES = 32 << 20
 
 
 class Source(ABC):
-    """The contents of a file or folder.
-
-    Attributes:
-        tensors: The tensors in the order of the state; their tiles are the parts in the source.
-        flat: The state, with names in the place of tensors.
-        meta: The program's additions.
+    """The contents of a file or folder: the tensors in the order of the state, whose tiles are the
+    parts in the source, the state with names in their place, and the program's additions.
     """
 
     tensors: list[TensorToSave]
@@ -62,14 +58,7 @@ class Source(ABC):
 
 
 class IndexedSource(Source):
-    """Tensors in files, with an index that says where.
-
-    Args:
-        storage: The folder of the files.
-        index: The places of the tensors in files.
-        flat: The state, with names in the place of tensors.
-        verify: Compare checksums, if the index has them.
-    """
+    """Tensors in files of a folder, with an index that says where."""
 
     def __init__(self, storage: Storage, index: Index, flat: FlatState, verify: bool) -> None:
         self._reader = PartReader(storage, index, verify)

@@ -20,11 +20,8 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The gradients of each bucket, in the order in which buckets are reduced.
-
-    Attributes:
-        buckets: For each bucket the indices of parameters, in the order in memory.
-        size_limits: For each bucket the size in bytes at which it was closed.
+    """The gradients of each bucket, as indices of parameters in the order in memory, and the size
+    in bytes at which it was closed. Buckets are reduced in this order.
     """
 
     buckets: tuple[tuple[int, ...], ...]

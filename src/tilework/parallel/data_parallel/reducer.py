@@ -81,11 +81,7 @@ class _Bucket:
 class Reducer:
     """Averages the gradients of one replica with those of the other ranks.
 
-    Args:
-        leaves: The tensors that get gradients, in the order of the module's parameters.
-        group: The ranks that have replicas.
-        options: The settings of the reducer.
-        replica: The parameters and the counts of passes, which ranks compare.
+    ``leaves`` are in the order of the module's parameters; ranks compare what ``replica`` has.
     """
 
     def __init__(

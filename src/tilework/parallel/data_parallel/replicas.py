@@ -30,11 +30,8 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Replica:
-    """The facts that ranks compare after backward: counts of passes, and in some passes parameters.
-
-    Attributes:
-        passes: The counts of passes.
-        parameters: The parameters that are the same on all ranks, as local tensors with names.
+    """The facts that ranks compare after backward: counts of passes, and in some passes parameters
+    that are the same on all ranks, as local tensors with names.
     """
 
     passes: Passes

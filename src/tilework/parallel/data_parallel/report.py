@@ -19,12 +19,9 @@ _KINDS = {
 
 @dataclass
 class BucketTimes:
-    """Times of one bucket in one backward pass, in seconds of ``time.perf_counter``.
-
-    Attributes:
-        ready: The bucket's last gradient was computed.
-        started: The reduction was started.
-        reduced: The reduction was seen to be done, at the end of backward or later.
+    """Times of one bucket in one backward pass, in seconds of ``time.perf_counter``: the last
+    gradient was computed, the reduction was started, and was seen to be done (perhaps after
+    backward).
     """
 
     ready: float = 0.0

@@ -36,10 +36,8 @@ Stamps = dict[int, tuple[int | None, ...]]
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A snapshot as this rank holds it: its own slots, and those that it keeps for others.
-
-    Args:
-        snapshots: The snapshots of the former group; None for a newcomer.
+    """A snapshot as this rank holds it: its own slots, and those that it keeps for others; none for
+    a newcomer.
     """
 
     snapshots: Snapshots | None
@@ -68,12 +66,8 @@ def stamps_of(snapshots: Snapshots) -> Stamps:
 class FoundSnapshot:
     """A snapshot that is whole, the same on all ranks of the new group.
 
-    Args:
-        steps: The finished steps.
-        holders: By rank of the former group, the ranks of the new group that hold the slot.
-        described: The tensors.
-        seats: The seat of each rank of the former group.
-        generation: The generation of the snapshots.
+    ``holders`` are, by rank of the former group, the ranks of the new group that hold the slot;
+    ``seats`` are those of the former ranks.
     """
 
     steps: int

@@ -155,12 +155,8 @@ _MOST_CACHED = 1024
 class ResultLayout:
     """The layout of a result whose tiles are computed from a tensor's tiles, on the same ranks.
 
-    Args:
-        metadata: The metadata of the result, if it has the tensor's properties.
-        spec: The result's sharding spec.
-        shard_map: The shards and their owners.
-        numbers: For each tile of the tensor the number of the result's tile; None if there is
-            none.
+    The metadata are right if the result has the tensor's properties. ``numbers`` has for each tile
+    of the tensor the number of the result's tile; None if there is none.
     """
 
     metadata: ShardedTensorMetadata
