@@ -11,7 +11,6 @@ import torch
 import tilework.dtensor  # registers the rules of both kinds
 from tests.tables import each
 from tilework.tiled import op_table
-from tilework.tiled.op_rules import Arg, LocalCall
 from tilework.tiled.op_table import (
     OpEntry,
     canonical_name,
@@ -21,7 +20,6 @@ from tilework.tiled.op_table import (
     register,
     rule,
 )
-from tilework.tiled.pattern_rules import pattern_rule
 
 del tilework
 
@@ -94,21 +92,3 @@ def test_lists_of_optimizers_are_elementwise() -> None:
     names = "add addcdiv addcmul copy div lerp maximum mul neg pow reciprocal sqrt sub zero"
     assert all(entry_of(name).is_elementwise for name in names.split())
     assert not any(entry_of(name).is_elementwise for name in ("norm", "max", "softmax", "mm"))
-
-
-def test_a_pattern_rule_has_a_signature(name: str) -> None:
-    names = f"{name}(x, weight, bias=None, scale=1.5)"
-    pattern_rule(names, "b* i, o i, o? -> b* o", addends="bias")
-    ask = entry_of(name).rule
-    assert ask is not None
-    shapes = {"x": (2, 3), "weight": (4, 3), "bias": (4,)}
-    x, weight, bias = (
-        Arg(number, shape, torch.float32, frozenset())
-        for number, shape in enumerate(shapes.values())
-    )
-    call = ask(x, weight=weight, bias=bias)
-    assert isinstance(call, LocalCall)
-    assert str(call.map) == "(b=2) (i=3), (o=4) (i=3), (o=4) -> (b=2) (o=4)"
-    assert call.map.addends == {2}
-    assert ask(x) is None
-    assert ask(x, weight, other=bias) is None

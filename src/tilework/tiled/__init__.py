@@ -31,6 +31,7 @@ from tilework.tiled.op_rules import (
     RuleFunction,
     RuleResult,
     local_call,
+    match_pattern,
     unchanged,
 )
 from tilework.tiled.op_table import (
@@ -47,5 +48,4 @@ from tilework.tiled.op_table import (
     register,
     schemas_of,
 )
-from tilework.tiled.pattern_rules import match_pattern
 from tilework.tiled.tiled_tensor import TiledTensor, is_called_within

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from tilework.layout.internal import Ints
-from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_factors, volume
+from tilework.tiled.factors import (
+    Dim,
+    DimFactors,
+    Factor,
+    FactorMap,
+    Pattern,
+    dim_factors,
+    volume,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -183,3 +192,34 @@ def local_call(  # noqa: PLR0913
         tuple(dims_of_each), tuple(map(dim_factors, outputs)), sets, rearranges, added, extremum
     )
     return LocalCall(factor_map, run, shapes)
+
+
+_parse_pattern = cache(Pattern.parse)
+
+
+def match_pattern(
+    pattern: Pattern | str,
+    tensors: Sequence[Any],
+    *,
+    linear: Sequence[Sequence[Arg | None]] = (),
+    addends: Sequence[Arg | None] = (),
+    run: MakeRun | None = None,
+) -> RuleResult:
+    """The local call that a line describes; None if the arguments do not fit.
+
+    ``tensors`` are the call's tensor arguments in the line's order; None for a missing argument.
+    Others are as for :func:`local_call`.
+    """
+    if isinstance(pattern, str):
+        pattern = _parse_pattern(pattern)
+    args = [arg for arg in tensors if arg is not None]
+    if not all(isinstance(arg, Arg) for arg in args):
+        return None
+    try:
+        factor_map = pattern.of([None if arg is None else arg.shape for arg in tensors])
+    except ValueError:
+        return None
+    if sorted(arg.number for arg in args) != list(range(len(args))):
+        return None
+    inputs = dict(zip(args, factor_map.inputs, strict=True))
+    return local_call(inputs, factor_map.outputs, linear=linear, addends=addends, run=run)

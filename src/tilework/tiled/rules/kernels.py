@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from tilework.tiled.factors import Dim, Factor, factors_of
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalRanges,
+    RuleResult,
+    local_call,
+    match_pattern,
+)
 from tilework.tiled.op_table import rule
-from tilework.tiled.pattern_rules import pattern_rule
 from tilework.tiled.rules.convolution import guard_empty_shards
 from tilework.tiled.rules.dim_ops import factors_but
 from tilework.tiled.rules.empty_shards import allow_empty_shards, with_row_for_empty
@@ -21,7 +27,10 @@ from tilework.tiled.rules.reduction_args import dims_of
 
 _torch: Any = torch
 
-pattern_rule("native_dropout_backward(grad_output, mask, scale)", "d*, d* -> d*")
+
+@rule("native_dropout_backward", values_matter=False)
+def _native_dropout_backward(grad_output: Any, mask: Any, scale: Any) -> RuleResult:
+    return match_pattern("d*, d* -> d*", [grad_output, mask])
 
 
 @rule("alias_copy")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tilework.tiled.factors import Factor, factors_of
-from tilework.tiled.op_rules import Arg, RuleResult, local_call
+from tilework.tiled.op_rules import Arg, RuleResult, local_call, match_pattern
 from tilework.tiled.op_table import rule
-from tilework.tiled.pattern_rules import match_pattern
 from tilework.tiled.rules.empty_shards import allow_empty_shards
 
 

@@ -19,20 +19,46 @@ from tilework.tiled.factors import (
     dim_factors,
     factors_of,
 )
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, MakeRun, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalRanges,
+    MakeRun,
+    RuleResult,
+    local_call,
+    match_pattern,
+)
 from tilework.tiled.op_table import rule
-from tilework.tiled.pattern_rules import match_pattern, pattern_rule
-
-pattern_rule("mm _int_mm(input, mat2)", "i k, k j -> i j", linear="input, mat2")
-pattern_rule("bmm(input, mat2)", "b i k, b k j -> b i j", linear="input, mat2")
-pattern_rule("mv(input, vec)", "i k, k -> i", linear="input, vec")
-pattern_rule("dot vdot(input, other)", "k, k ->", linear="input, other")
-pattern_rule("outer ger(input, vec2)", "i, j -> i j", linear="input, vec2")
 
 
 def product(text: str, a: Arg, b: Arg) -> RuleResult:
     """The sharding rule of a product of two tensors, from a pattern of the dims."""
     return match_pattern(text, [a, b], linear=[[a], [b]])
+
+
+@rule("mm", "_int_mm", values_matter=False)
+def _mm(input: Any, mat2: Any) -> RuleResult:
+    return product("i k, k j -> i j", input, mat2)
+
+
+@rule("bmm", values_matter=False)
+def _bmm(input: Any, mat2: Any) -> RuleResult:
+    return product("b i k, b k j -> b i j", input, mat2)
+
+
+@rule("mv", values_matter=False)
+def _mv(input: Any, vec: Any) -> RuleResult:
+    return product("i k, k -> i", input, vec)
+
+
+@rule("dot", "vdot", values_matter=False)
+def _dot(input: Any, other: Any) -> RuleResult:
+    return product("k, k ->", input, other)
+
+
+@rule("outer", "ger", values_matter=False)
+def _outer(input: Any, vec2: Any) -> RuleResult:
+    return product("i, j -> i j", input, vec2)
 
 
 @rule("linear", values_matter=False)
