@@ -178,6 +178,13 @@ def refused(*words: str) -> Iterator[None]:
         raise AssertionError(f"misuse was accepted (expected a message with {words})")
 
 
+def refuse_each(*calls: Callable[[], object], words: Sequence[str] = ()) -> None:
+    """Expect each call to raise, as in :func:`refused`."""
+    for call in calls:
+        with refused(*words):
+            call()
+
+
 def started(work: dist.Work | None) -> dist.Work:
     """``work``, which an asynchronous operation returned, after a check that it is a Work."""
     assert isinstance(work, dist.Work), f"an asynchronous operation returned {work!r}"
