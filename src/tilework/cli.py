@@ -23,12 +23,7 @@ def main() -> None:
 
 
 def dispatch(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status; wrong use raises SystemExit(2).
-
-    Example:
-        >>> dispatch(["run", "-n", "2", "train.py"])  # doctest: +SKIP
-        0
-    """
+    """Run one command and return its exit status; wrong use raises SystemExit(2)."""
     if arguments and arguments[0] == "checkpoint":
         return _checkpoint(arguments[1:])
     # In functions, since what one command imports takes longer than the work of another.

@@ -17,15 +17,8 @@ _MOST_CPUS: Final = 1 << 16
 
 
 def usable_cores(root: Path = Path("/"), cpus: Collection[int] | None = None) -> int:
-    """The number of CPUs in this process's affinity, at most the CPU quota of the control group.
-
-    Args:
-        root: The folder of ``proc`` and ``sys``; for tests.
-        cpus: The CPUs to count; None: this process's affinity.
-
-    Example:
-        >>> usable_cores() >= 1
-        True
+    """The number of CPUs in this process's affinity, or of ``cpus``, at most the CPU quota of the
+    control group. Tests give another ``root`` of ``proc`` and ``sys``.
     """
     cores = len(affinity() if cpus is None else cpus)
     quota = cpu_quota(root)
@@ -41,10 +34,8 @@ def affinity() -> frozenset[int]:
 
 
 def has_spare_core(ranks: int) -> bool:
-    """True if this host has at least two usable cores for each rank on it.
-
-    Args:
-        ranks: The number of this host's ranks, used if the environment has no LOCAL_WORLD_SIZE.
+    """True if this host has at least two usable cores for each rank on it: LOCAL_WORLD_SIZE ranks,
+    or ``ranks`` where the environment does not say.
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return usable_cores() >= 2 * (int(told) if told.isdecimal() else ranks)
@@ -124,12 +115,7 @@ class Topology:
 
     @property
     def cpus(self) -> int:
-        """The number of CPUs.
-
-        Example:
-            >>> Topology((frozenset({0, 1}), frozenset({2})), ()).cpus
-            3
-        """
+        """The number of CPUs."""
         return sum(map(len, self.nodes))
 
     def __str__(self) -> str:
@@ -140,14 +126,11 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -> Topology:
-    """The topology of the CPUs, read from sysfs.
+    """The topology of the CPUs ``usable`` (None: this process's affinity), read from sysfs below
+    ``root``.
 
     If sysfs does not show a CPU's core, the CPU is a core by itself; CPUs without a memory node
     there are on one node.
-
-    Args:
-        root: The folder of ``sys``; for tests.
-        usable: The CPUs to include, if they are online; None: this process's affinity.
     """
     system = root / "sys/devices/system"
     cpus = frozenset(affinity() if usable is None else usable)
@@ -165,14 +148,8 @@ def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -
 
 
 def host_topology(usable: frozenset[int] | None = None) -> Topology:
-    """The topology of this host, limited to ``usable``; read once for each set of CPUs.
-
-    Args:
-        usable: The CPUs to include; None: this process's affinity.
-
-    Example:
-        >>> host_topology().cpus >= 1
-        True
+    """The topology of this host, limited to ``usable`` (None: this process's affinity); read once
+    for each set of CPUs.
     """
     return _known_topology(affinity() if usable is None else usable)
 

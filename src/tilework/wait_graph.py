@@ -69,10 +69,8 @@ def cycles(waits: Iterable[_Wait], most: int = 16) -> list[list[_Wait]]:
 def cycle_through(start: int, waits_of: Callable[[int], Iterable[_Wait] | None]) -> list[_Wait]:
     """The waits on a shortest way from rank ``start`` back to ``start``; empty if there is none.
 
-    Args:
-        start: The rank that the way begins and ends at.
-        waits_of: The waits of a rank, if any. Asked once for each rank that can be reached, the
-            nearest ranks first, and for none after the way is found.
+    ``waits_of`` is asked once for each rank that can be reached, the nearest ranks first, and for
+    none after the way is found.
     """
     #: By rank: the wait that led to the rank.
     reached: dict[int, _Wait] = {}

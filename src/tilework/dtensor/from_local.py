@@ -232,13 +232,8 @@ def _inferred(
 def sizes_along(
     shapes: Mapping[int, Ints], mesh: DeviceMesh, dim: int, axes: Sequence[int]
 ) -> list[int]:
-    """The sizes of a dim's shards, in order, read from the ranks that are first along other axes.
-
-    Args:
-        shapes: The local shape of each rank.
-        mesh: The ranks.
-        dim: The dim.
-        axes: The axes that shard it, the outermost first.
+    """The sizes of the shards of a dim along ``axes`` (the outermost first), in order, by the local
+    shapes of the ranks that are first along other axes.
     """
     sizes = []
     for places in product(*[range(mesh.shape[axis]) for axis in axes]):

@@ -80,13 +80,11 @@ class CutLayer:
 
 
 class Cut:
-    """The dim in which a part is cut.
+    """The dim in which the part that a module gave is cut, counted from the end: -1 is the last.
+    None: unknown.
 
-    Args:
-        layer: The module that gave the part.
-        dim: The dim, counted from the end: -1 is the last. None: unknown.
-        leads: Whether ranks' parts follow each other in the dim. Else the dim was merged behind
-            others, and each rank has elements here and there.
+    ``leads``: ranks' parts follow each other in the dim. Else the dim was merged behind others, and
+    each rank has elements here and there.
     """
 
     __slots__ = ("dim", "layer", "leads")
@@ -123,15 +121,10 @@ def cuts_of_results(
     cuts: list[Cut],
     mark: Callable[..., Tensor],
 ) -> list[Cut]:
-    """The cut of each tensor that an operator gave for parts. Local.
+    """The cut of each tensor that an operator gave for parts with these cuts. Local.
 
-    Args:
-        func: The torch function.
-        args: The positional arguments. A tensor that is a part has a :class:`Cut` as ``_cut``.
-        kwargs: The arguments by name.
-        results: The tensors of the result.
-        cuts: The cuts of the parts.
-        mark: Makes a part of a tensor and a cut.
+    An argument that is a part has a :class:`Cut` as ``_cut``; ``mark`` makes a part of a tensor and
+    a cut.
 
     Raises:
         ValueError: The operator reduces a cut dim, or needs all of it.

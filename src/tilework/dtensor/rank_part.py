@@ -75,13 +75,9 @@ _KINDS = frozenset({RankPart, *_PLAIN})
 
 
 def as_rank_part(local: Tensor, cut: Cut) -> Tensor:
-    """The same tensor object, marked as a part. Local.
+    """The same tensor object, if it is plain, marked as a part. Local.
 
-    Gradients of plain operands that meet the part are added up over the group.
-
-    Args:
-        local: A plain tensor; a tensor of another class is returned as it is.
-        cut: The layer that gave the part, with the ranks that have others, and the cut dim.
+    Gradients of plain operands that meet the part are added up over the group of the cut's layer.
     """
     if local.__class__ is Tensor:
         part: Any = local

@@ -70,9 +70,8 @@ def compact(local: Tensor) -> Tensor:
 def spec_of_saved(
     local: Tensor, mesh: Mesh, layout: Layout, coordinate: Sequence[int] | None
 ) -> DTensorSpec:
-    """The saved layout, on this rank's mesh.
-
-    Collective over all ranks if the mesh is not there yet.
+    """The saved layout, on this rank's mesh. Collective over all ranks if the mesh is not there
+    yet.
 
     Raises:
         RuntimeError: The world has fewer ranks than the mesh needs.

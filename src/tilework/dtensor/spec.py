@@ -206,18 +206,14 @@ class DTensorSpec:
         return self.box_at(coordinate)
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
-        """The region of the tensor that the rank at a mesh coordinate holds.
-
-        Raises:
-            SeveralRangesError: The rank holds several regions.
+        """The region of the tensor that the rank at a mesh coordinate holds; SeveralRangesError if
+        several.
         """
         return box_at(self.shape, self.mesh.spec.shape, self.splits, coordinate)
 
     def local_range(self, dim: int) -> tuple[int, int]:
         """Offset and size of this rank's range of a dim; an empty one outside the mesh.
-
-        Raises:
-            SeveralRangesError: The rank holds several ranges.
+        SeveralRangesError if it has several.
         """
         coordinate = self.mesh.get_coordinate()
         if is_dealt(self.splits[dim]):
@@ -228,9 +224,7 @@ class DTensorSpec:
 
     def range_at(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
         """Offset and size of the range of a dim that the rank at a mesh coordinate holds.
-
-        Raises:
-            SeveralRangesError: The rank holds several ranges.
+        SeveralRangesError if it has several.
         """
         return shard_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
 
@@ -255,10 +249,8 @@ class DTensorSpec:
         ])  # fmt: skip
 
     def shards_of(self, dim: int) -> list[tuple[int, int]]:
-        """Offset and size of each shard of a dim, in order.
-
-        Raises:
-            SeveralRangesError: A shard is several ranges.
+        """Offset and size of each shard of a dim, in order. SeveralRangesError if one has several
+        ranges.
         """
         return list(
             zip(*shards(self.shape[dim], self.mesh.spec.shape, self.splits[dim]), strict=True)
@@ -409,9 +401,6 @@ def spec_of(
     """The spec with these contents. Local; not collective.
 
     Args:
-        mesh: The ranks.
-        placements: A placement for each axis of the mesh.
-        shape: The tensor's global shape.
         order: The axes in the order in which they shard; None: from the first to the last.
         strides: The strides of the full tensor; None: it is contiguous.
 

@@ -202,16 +202,11 @@ class _Awaited(LocalFunction):
 
 
 def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Sequence[Any]) -> Any:
-    """The torch DTensor with this local tensor, at the same place in the graph.
+    """The torch DTensor with this local tensor, at the same place in the graph, on the mesh and
+    with the placements that torch has for the layout.
 
     A write to it by torch counts as a write to the local tensor: moved views made before raise, and
     a backward that needs the overwritten values raises.
-
-    Args:
-        local: The local tensor.
-        spec: The layout.
-        mesh: The layout's mesh, as torch's.
-        placements: The layout's placements, as torch's.
     """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -259,11 +254,7 @@ class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def torch_placements(spec: DTensorSpec) -> list[Any]:
-    """The placements of torch for a layout.
-
-    Raises:
-        ValueError: torch has no placements for the layout.
-    """
+    """The placements of torch for a layout; ValueError if torch has none."""
     from torch.distributed.tensor import Partial as TorchPartial
     from torch.distributed.tensor import Replicate as TorchReplicate
 

@@ -61,13 +61,8 @@ def _refuse(tracer: str) -> NoReturn:
 
 
 def refusing(original: Any, tracer: str) -> Any:
-    """Wrap a function that starts a trace: DTensors in the trace raise RuntimeError.
-
-    Both DTensors among the arguments and operators on DTensors within the trace raise.
-
-    Args:
-        original: The function of torch that starts the trace.
-        tracer: The name for the error, such as ``"make_fx"``.
+    """Wrap a function of torch that starts a trace (by a tracer such as ``"make_fx"``): DTensors
+    among the arguments, and operators on DTensors within the trace, raise RuntimeError.
     """
 
     @functools.wraps(original)

@@ -111,11 +111,8 @@ class Passes:
         return digest
 
     def carried(self) -> carrying:
-        """A context in which headers of this thread's collectives carry the digest of the counts.
-
-        Raises:
-            CollectiveMismatchError: A collective within met other counts on other ranks; the error
-                names the counts.
+        """A context in which headers of this thread's collectives carry the digest of the counts. A
+        collective that meets other counts raises, and names the counts.
         """
         return carrying(self.digest, self)
 
@@ -146,14 +143,8 @@ def is_due(number: int) -> bool:
 
 
 def compare_passes(passes: Passes, group: ProcessGroup) -> None:
-    """Raise where ranks have counted differently, naming them. Collective over the group; blocks.
-
-    Args:
-        passes: This rank's counts.
-        group: The ranks that have the module.
-
-    Raises:
-        CollectiveMismatchError: Counts differ; on every rank, with the counts of two of them.
+    """Raise on every rank where ranks have counted differently, naming two of them. Collective over
+    the group; blocks.
     """
     every = agree(lambda: (passes.digest, str(passes)), group)
     for rank, (digest, text) in zip(group.global_ranks, every, strict=True):

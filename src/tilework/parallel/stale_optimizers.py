@@ -86,24 +86,8 @@ def mark_replaced(
 
 @contextmanager
 def marking_replaced(module: nn.Module, by: str) -> Iterator[None]:
-    """At the end, call :func:`mark_replaced` for all parameters replaced within. Local.
-
-    Args:
-        module: The model.
-        by: The function that replaces them, for errors.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2, bias=False)
-        >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> with marking_replaced(model, by="pruning"):
-        ...     model.weight = nn.Parameter(torch.zeros(1, 2))
-        >>> optimizer.step()
-        Traceback (most recent call last):
-            ...
-        RuntimeError: SGD.step() would change what the model does not have: 'weight' (Parameter of
-        [2, 2]), which pruning has replaced by Parameter of [1, 2]. Make the optimizer after
-        pruning, of the parameters that the model has then
+    """At the end, call :func:`mark_replaced` for all parameters of a model replaced within.
+    Local.
     """
     before = ParameterPlaces(module)
     try:
@@ -113,11 +97,7 @@ def marking_replaced(module: nn.Module, by: str) -> Iterator[None]:
 
 
 class ParameterPlaces:
-    """The parameters of a module and their places when this object was made.
-
-    Args:
-        module: The model.
-    """
+    """The parameters of a module and their places when this object was made."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -129,11 +109,7 @@ class ParameterPlaces:
         ]
 
     def mark_replaced(self, by: str) -> None:
-        """Call :func:`mark_replaced` for parameters that the model no longer has. Local.
-
-        Args:
-            by: The function that replaced them, for errors.
-        """
+        """Call :func:`mark_replaced` for parameters that the model no longer has. Local."""
         now = set(map(id, self._module.parameters()))
         for owner, attribute, name, parameter in self._places:
             if id(parameter) not in now:
@@ -141,16 +117,7 @@ class ParameterPlaces:
 
 
 def forget_mark(tensor: Tensor) -> None:
-    """Remove a mark: the tensor is a parameter of the model again. Local.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2, bias=False)
-        >>> old, model.weight = model.weight, nn.Parameter(torch.zeros(2, 2))
-        >>> mark_replaced(old, model, "weight", by="an assignment")
-        >>> forget_mark(old)
-        >>> torch.optim.SGD([old]).step()
-    """
+    """Remove a mark: the tensor is a parameter of the model again. Local."""
     _marks.pop(tensor, None)
 
 

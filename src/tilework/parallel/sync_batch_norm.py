@@ -38,14 +38,10 @@ class AnyDimBatchNorm(_BatchNorm):
 
 
 def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
-    """Give a batch normalisation the synchronised class; leave other modules alone. Local.
+    """Give a batch normalisation the synchronised class, for a group; leave other modules alone.
+    Local.
 
     Check before with :func:`check_can_synchronise`, which raises for layers that cannot change.
-
-    Args:
-        layer: Any module.
-        synchronised: ``SyncBatchNorm``.
-        group: The ``process_group`` of SyncBatchNorm.
     """
     if _is_batch_norm(layer) and not isinstance(layer, synchronised):
         made: Any = _with_base(type(layer), layer, lambda base: _class_of(base, synchronised))
@@ -73,12 +69,7 @@ def _is_batch_norm(layer: Any) -> bool:
 
 
 def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> None:
-    """Raise if a layer cannot become synchronised by a change of class. Local.
-
-    Args:
-        name: The layer's name in the model, for the error.
-        layer: Any module; only batch normalisations are checked.
-        synchronised: ``SyncBatchNorm``.
+    """Raise if a batch normalisation cannot become synchronised by a change of class. Local.
 
     Raises:
         TypeError: The layer's class has a forward that does not call ``super().forward``.

@@ -31,12 +31,8 @@ _ENGINES: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 class OtherDevices:
-    """torch's engines for the devices of a group that are not the CPU.
-
-    Args:
-        group: The group that tilework serves.
-        store: A store that only the group's ranks use.
-        options: The user's options for the engine, or None.
+    """torch's engines for the devices of a group that are not the CPU. Only the group's ranks use
+    the store; the options are the user's for the engine.
     """
 
     def __init__(self, group: Any, store: Any, timeout: timedelta, options: Any) -> None:
@@ -58,11 +54,8 @@ class OtherDevices:
         return {device: name for device, name in pairs if device != "cpu"}
 
     def group_for(self, group: Any, device: torch.device) -> Any:
-        """A torch group that moves tensors on ``device``; the first call makes the engine.
-
-        Raises:
-            ValueError: The group has no engine for ``device``, or an engine that tilework cannot be
-                combined with.
+        """A torch group that moves tensors on ``device``; the first call makes the engine. Refuses
+        devices without an engine, or with one that tilework cannot be combined with.
         """
         kind = device.type
         name = self.names(group).get(kind)

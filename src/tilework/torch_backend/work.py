@@ -19,12 +19,8 @@ _finishing = threading.Lock()
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]
-    """An operation, which may still run. If it fails, :meth:`wait` raises tilework's own error.
-
-    Args:
-        work: The operation.
-        group: The group that runs it.
-        finish: The rest of the operation on this rank, for the first who waits.
+    """An operation of a group, which may still run. If it fails, :meth:`wait` raises tilework's own
+    error. ``finish`` is the rest of the operation on this rank, for the first who waits.
     """
 
     def __init__(

@@ -77,14 +77,11 @@ def expanded_dims(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> In
 def shard_expanded(
     tensor: DTensorBase, target: DTensorSpec, axes: Ints, dims: Ints, operator: str
 ) -> Tensor:
-    """The shard of an expanded local tensor, whose gradient is partial along ``axes``. Local.
+    """The shard, of layout ``target``, of an expanded local tensor, whose gradient is partial along
+    ``axes``. Local.
 
-    Args:
-        tensor: The tensor.
-        target: The layout of the shard.
-        axes: The axes along which the shard's gradient comes in partial.
-        dims: The dims from :func:`expanded_dims`.
-        operator: The name of the operator that takes the shard.
+    ``dims`` come from :func:`expanded_dims`; ``operator`` is the name of the operator that takes
+    the shard.
     """
     of = Moved(digest_of(tensor), operator)
     result: Tensor = _ShardExpanded.apply(  # type: ignore[no-untyped-call]

@@ -62,15 +62,11 @@ def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Ten
 
 
 def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] | None) -> Tensor:
-    """The local tensor of a new DTensor, in the memory of ``local``.
+    """The local tensor of a new DTensor of this layout, in the memory of ``local``.
 
     A leaf stays a leaf: the result is computed from it, and may be written to in place. For torch
-    the result is not a view, since torch forbids writes to views of leaves.
-
-    Args:
-        local: The local tensor.
-        spec: The DTensor's layout.
-        placements: The gradient of ``local`` is redistributed to these; None: it is not.
+    the result is not a view, since torch forbids writes to views of leaves. The gradient of
+    ``local`` is redistributed to ``placements``, unless None.
     """
     incoming = spec.dual
     outgoing = incoming
@@ -447,13 +443,11 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
 def register_post_accumulate_grad_hook(
     tensor: DTensorBase, hook: Callable[[DTensorBase], None]
 ) -> _Handles:
-    """Call ``hook`` with the tensor when ``grad`` was accumulated into.
+    """Call ``hook`` with the tensor when ``grad`` was accumulated into; the handle removes the
+    hook.
 
     torch also calls such hooks if a node with several inputs gave gradients only to other inputs. A
     hook before the accumulation therefore notes whether there is a gradient.
-
-    Returns:
-        The handle, whose ``remove()`` removes the hook.
     """
     if (reduce := deferred_grad(tensor)) is not None:  # of passes before: not for this hook
         reduce()

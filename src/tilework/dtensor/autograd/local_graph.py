@@ -35,14 +35,9 @@ from tilework.dtensor.views.places import (
 def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Tensor:
     """The local gradient from the graph, in the same memory, to be counted once. Local.
 
-    The gradient is returned as it is if the tensor is no partial sum, or if the gradient is not
-    differentiated further.
-
-    Args:
-        grad: The local gradient.
-        spec: The layout of the tensor.
-        before: The gradient that the program saw earlier, if backward passes have only added to
-            that since: this term of ``grad`` is counted already. None: there was none.
+    It is returned as it is if the tensor, of layout ``spec``, is no partial sum, or if it is not
+    differentiated further. ``before`` is the gradient that the program saw earlier, if backward
+    passes have only added to that since: this term is counted already.
     """
     if not grad.requires_grad or spec.reduce_op != "sum":
         return grad
@@ -155,8 +150,7 @@ def _linked(tensor: DTensorBase) -> Tensor:
 def link_results(results: Sequence[Any]) -> None:
     """Link the results of a call of a user's own Function: backward runs once for all. Local.
 
-    The results are linked at once, since operators in place may move the Function's inputs to other
-    places in the graph.
+    It is done at once, since operators in place may move the Function's inputs in the graph.
     """
     tensors = [each for each in results if isinstance(each, DTensorBase)]
     if not tensors or not torch.is_grad_enabled():
@@ -323,12 +317,8 @@ _LINK: Any = _Link._backward_cls
 
 
 def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
-    """The local tensor of ``tensor``, redistributed to the layout ``spec``. Collective.
-
-    Args:
-        tensor: A DTensor, or a plain tensor, which counts as replicated.
-        spec: The layout of the result.
-        what: The tensor's name in errors.
+    """The local tensor of ``tensor`` (called ``what`` in errors), redistributed to the layout
+    ``spec``. A plain tensor counts as replicated. Collective.
     """
     if not isinstance(tensor, DTensorBase):
         return redistribute_local(
@@ -358,13 +348,11 @@ def check_kept(ctx: Any) -> None:
 
 
 class WayBack:
-    """Converts gradients that the program gives, in any layout, to local gradients in the graph.
+    """Converts gradients that the program gives, in any layout, to local gradients at a place in
+    the graph.
 
     In the graph each rank's value has a share of the gradient. At a leaf the shares are only added
     up, and any shares that add up to the gradient are right.
-
-    Args:
-        place: The place in the graph.
     """
 
     __slots__ = ("adjoint", "spec", "value")
@@ -378,11 +366,8 @@ class WayBack:
                 self.value = place.local.detach().clone()
 
     def take(self, grad: Tensor, what: str) -> Tensor:
-        """The local gradient at the place in the graph. Collective.
-
-        Args:
-            grad: A DTensor or a plain tensor, which counts as replicated.
-            what: The gradient's name in errors.
+        """The local gradient at the place in the graph, from a DTensor or a plain tensor, which
+        counts as replicated. Collective. Errors call the gradient ``what``.
         """
         if self.adjoint is None:
             return local_as(grad, self.spec.grad_spec, what)

@@ -175,12 +175,8 @@ def alias_local(
 ) -> Tensor:
     """An alias of a local tensor: the gradient arrives as ``partial`` and leaves as ``reduced``.
 
-    Args:
-        local: The local tensor.
-        partial: The layout of the gradient that comes in.
-        reduced: The layout of the gradient that leaves.
-        of: The provenance of the tensor.
-        leaf: The tensor, if it is a leaf: it may be written to before the gradient comes.
+    ``of`` is the tensor's provenance. ``leaf`` is the tensor, if it is a leaf: it may be written to
+    before the gradient comes.
     """
     pending = current_world().state(PendingGrads)
     pending.aliases += 1

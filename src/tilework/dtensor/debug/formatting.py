@@ -15,12 +15,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """A dtype in few letters.
-
-    Example:
-        >>> [dtype_text(dtype) for dtype in (torch.float32, torch.bfloat16, torch.bool)]
-        ['f32', 'bf16', 'bool']
-    """
+    """A dtype in few letters, such as ``bf16``."""
     name = str(dtype).removeprefix("torch.")
     kind = name.rstrip("0123456789")
     return _SHORT[kind] + name[len(kind) :] if kind in _SHORT and kind != name else name
@@ -58,16 +53,6 @@ def headline(tensor: DTensorBase) -> str:
     """The repr() of a tensor. Local: shows no elements, as other ranks may hold them.
 
     The exception is a 0-d tensor, whose value is shown unless it is partial.
-
-    Example:
-        >>> import torch
-        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        ...     return repr(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0), Shard(1)]))
-        >>> print(run_ranks(2, program)[0])
-        DTensor f32[8@dp, 4@tp] on cpu mesh dp=2 tp=1
     """
     spec = tensor._spec
     local = tensor._local_tensor

@@ -99,11 +99,10 @@ class Composed:
     """Other operators on DTensors compute the call, from the arguments.
 
     Args:
-        run: Called with the arguments.
         overwrites: True if the result does not depend on the old values of a plain tensor that the
             call writes to.
-        strides: The strides of results, if the composition gives other strides.
-        knows_strides: True once ``strides`` is known.
+        strides: The strides of results, if the composition gives other strides; known once
+            ``knows_strides`` is true.
     """
 
     run: Callable[..., Any]
@@ -227,17 +226,11 @@ def ask(entry: OpEntry, call: AskedCall) -> tuple[Any, RuleResult]:
 def carried_dims(
     rule: Any, call: AskedCall, at: int, dim: int, axis: int = 0
 ) -> list[tuple[int, list[int]]] | None:
-    """For each result the dim that is cut if tensor number ``at`` is cut in ``dim``, and the sizes.
+    """For each result the dim that is cut if tensor number ``at`` is cut in ``dim``, and the sizes,
+    where the ranks along a mesh axis have the parts.
 
     For rules that answer with a :class:`PlacedCall`. None if the rule would move this tensor, or
     would not cut every result.
-
-    Args:
-        rule: The rule.
-        call: The call.
-        at: The number of the tensor.
-        dim: The dim.
-        axis: The axis of the mesh whose ranks have the parts.
     """
     spec = call.tensors[at].spec
     cut = [Shard(dim) if each == axis else Replicate() for each in range(spec.mesh.ndim)]

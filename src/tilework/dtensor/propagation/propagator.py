@@ -42,11 +42,8 @@ from tilework.tiled import Decomposition, Factor, LocalCall, OpEntry, RuleResult
 
 
 class ShardingPropagator:
-    """Finds the shardings of one operator's calls.
-
-    Args:
-        entry: The operator's entry in the table.
-        in_place: True if the operator writes to the first argument.
+    """Finds the shardings of one operator's calls; ``in_place`` if it writes to the first
+    argument.
     """
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:

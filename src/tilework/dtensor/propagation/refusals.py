@@ -137,10 +137,8 @@ def empty_parts_refusal(
 ) -> Exception | None:
     """The error that only ranks with elements would raise; None if no rank would raise. Local.
 
-    Args:
-        call: A call.
-        specs: The layouts that the call needs for the tensors.
-        runs_on_locals: True if the call's function runs on local tensors, with the other arguments.
+    The call needs the layouts ``specs``, and perhaps runs on local tensors, with the other
+    arguments.
     """
     dtypes = _dtypes(call)
     if all(0 in spec.shape for spec in specs):  # kernels check no other dim of an empty batch

@@ -29,12 +29,7 @@ from tilework.tiled import Dim, DimFactors, Factor, FactorMap, volume
 
 @dataclass(frozen=True)
 class ShardFactor:
-    """An axis shards a factor.
-
-    Args:
-        factor: The factor.
-        cut: The way in which the axis splits it.
-    """
+    """An axis shards a factor, which it splits in this way."""
 
     factor: Factor
     cut: Cut = None
@@ -42,11 +37,8 @@ class ShardFactor:
 
 @dataclass(frozen=True)
 class KeepPartial:
-    """Along an axis each rank computes a partial value, which is reduced later.
-
-    Args:
-        inputs: The inputs that are partial; the others are the same on all ranks.
-        reduce_op: The reduction.
+    """Along an axis each rank computes a partial value of these inputs, which is reduced later. The
+    other inputs are the same on all ranks.
     """
 
     inputs: frozenset[int]
@@ -87,9 +79,7 @@ class Strategy:
 
     def local_range(self, factor: Factor) -> tuple[int, int]:
         """Offset and size of this rank's shard of a factor; an empty one outside the mesh.
-
-        Raises:
-            SeveralRangesError: The shard is several ranges of the factor.
+        SeveralRangesError if it has several ranges.
         """
         coordinate = self.mesh.get_coordinate()
         splits = _splits(factor, self.roles, self.order)

@@ -20,15 +20,8 @@ from tilework.tiled import OpEntry
 
 
 def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of each result; None if they are contiguous. Local.
-
-    Args:
-        entry: The operator.
-        call: The call.
-        outputs: The layouts of the results.
-
-    Raises:
-        RuntimeError: torch has no such view of a tensor with the input's strides.
+    """The strides of each result, of these layouts; None if they are contiguous. Local.
+    RuntimeError if torch has no such view of a tensor with the input's strides.
     """
     rule: _Rule | None
     rule = _view_strides if entry.is_view else _EVEN_OF_CONTIGUOUS.get(entry.name)
@@ -48,9 +41,7 @@ def composed_strides(
     entry: OpEntry, call: Any, results: Sequence[DTensorSpec]
 ) -> list[Ints] | None:
     """The strides of results that other operators composed; None if the composition's are right.
-
-    Raises:
-        RuntimeError: torch refuses inputs of such strides.
+    RuntimeError if torch refuses inputs of such strides.
     """
     if entry.may_be_input:
         return None
@@ -91,13 +82,7 @@ def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def called(call: Any, tensors: Sequence[Tensor], raises: bool = False) -> Any:
-    """The call's result for other tensors; None if it is unknown.
-
-    Args:
-        call: The call.
-        tensors: Meta tensors.
-        raises: True to raise an error of the call, instead of returning None.
-    """
+    """The call's result for meta tensors; None if it is unknown, or raises (unless ``raises``)."""
     try:
         return call.on_tensors(tensors)
     except NotImplementedError:  # it has to see elements
@@ -138,11 +123,8 @@ def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | No
 
 
 def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Ints:
-    """The strides of an elementwise operator's result: dims lie in memory in the inputs' order.
-
-    Args:
-        shape: The result's shape.
-        operands: The shape and the strides of each input.
+    """The strides of an elementwise operator's result, from the shape, and the shape and strides of
+    each input: dims lie in memory in the inputs' order.
     """
     full = [_aligned(shape, *operand) for operand in operands if len(operand[0]) <= len(shape)]
     same = [strides for (its, strides) in operands if its == shape]

@@ -51,12 +51,7 @@ def _checked(text: str, what: str) -> Mode:
 
 
 def mode() -> Mode:
-    """The mode of this rank: that of the innermost ``verifying``, else of the environment.
-
-    Example:
-        >>> mode()
-        'sampled'
-    """
+    """The mode of this rank: that of the innermost ``verifying``, else of the environment."""
     if _open:
         modes = current_world().state(_Chosen).modes
         if modes:

@@ -20,18 +20,12 @@ from tilework.errors import CollectiveMismatchError
 
 
 def compare_replicas(local: Tensor, spec: DTensorSpec) -> None:
-    """Raise if ranks that must hold the same part hold different values, as far as the mode says.
+    """Raise on every rank of the mesh if ranks that must hold the same part hold different values,
+    as far as the mode says.
 
     Collective over the mesh, if some axis replicates. Called for tensors that other axes shard: the
     digests of later collectives cannot contain the values, since they differ between shards. For
     tensors that all axes replicate, digests contain the values, and no comparison is needed.
-
-    Args:
-        local: This rank's part.
-        spec: The layout.
-
-    Raises:
-        CollectiveMismatchError: Parts differ; on every rank of the mesh.
     """
     if not _is_compared(local):
         return
@@ -102,10 +96,8 @@ def first_replicas(spec: DTensorSpec) -> Ints:
 def note_input(tensor: DTensorBase, was_plain: bool) -> None:
     """Make the digests of later collectives on the mesh depend on a module's input. Local.
 
-    Args:
-        tensor: The input.
-        was_plain: True if the input was made of a local tensor. Then its digest depends on the
-            inputs before, unless it is replicated.
+    If it was made of a local tensor, its digest depends on the inputs before, unless it is
+    replicated.
     """
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
@@ -120,13 +112,10 @@ def note_input(tensor: DTensorBase, was_plain: bool) -> None:
 def note_output(tensor: DTensorBase, local: Any) -> None:
     """Make digests of later collectives depend on a module's output and the gradient of it. Local.
 
-    Plain operators use the output, and compute the gradient. If the tensor is replicated, all ranks
-    must get the same gradient: digests of later collectives in the backward pass depend on it. If
-    only some axes of the mesh replicate, ranks along these axes compare the gradient at once.
-
-    Args:
-        tensor: The output.
-        local: The output's local tensor, which the program uses.
+    Plain operators use the output's local tensor, and compute the gradient. If the tensor is
+    replicated, all ranks must get the same gradient: digests of later collectives in the backward
+    pass depend on it. If only some axes of the mesh replicate, ranks along these axes compare the
+    gradient at once.
     """
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
@@ -162,14 +151,8 @@ def content_of(tensors: Sequence[Tensor], full: bool) -> int:
 @unrecorded
 @torch.no_grad()
 def difference_from_first(tensor: Tensor, group: ProcessGroup) -> Difference | None:
-    """Compare all elements with the group's first rank. Collective over the group; blocks.
-
-    Args:
-        tensor: A plain tensor, of one shape and dtype on all ranks of the group.
-        group: The ranks that should have the same elements.
-
-    Returns:
-        The first element that differs on this rank by more than rounding; None if there is none.
+    """The first element of a plain tensor that differs, by more than rounding, from the group's
+    first rank; None if none does. Collective over the group; blocks.
     """
     mine = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     found: Difference | None = None
@@ -206,13 +189,11 @@ def _apart(one: Tensor, other: Tensor) -> tuple[Any, Any] | None:
 def compare_plain(
     tensors: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, full: bool, advice: str
 ) -> None:
-    """Raise unless all ranks have the same plain tensors, up to rounding. Collective; blocks.
+    """Raise unless all ranks have the same plain tensors by name, up to rounding. Collective;
+    blocks.
 
-    Args:
-        tensors: This rank's tensors, with their names.
-        group: The ranks to compare.
-        full: True to hash all elements; False: only a sample of large tensors.
-        advice: The last sentence of the error: what to look for.
+    Unless ``full``, only a sample of large tensors is hashed. ``advice`` ends the error: what to
+    look for.
 
     Raises:
         CollectiveMismatchError: Names, shapes, dtypes or elements differ; on every rank. The

@@ -67,12 +67,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     """A new key, the same on every rank of the mesh. Collective over the mesh; blocks.
 
-    Every rank draws 64 bits from a generator, and the bits of the mesh's first rank count. As all
-    ranks draw, generators with the same seed keep the same state.
-
-    Args:
-        mesh: The mesh.
-        generator: The generator to draw from; None: torch's default generator.
+    Every rank draws 64 bits from a generator (None: torch's default), and those of the mesh's first
+    rank count. As all ranks draw, generators with the same seed keep the same state.
     """
     if generator is None:
         generator = current_world().generator

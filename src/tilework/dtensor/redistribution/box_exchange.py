@@ -31,13 +31,10 @@ _Places = list[list[tuple[slice, ...]]]
 
 
 class BoxExchange:
-    """An exchange from a layout to one box on each rank, ready to run.
+    """An exchange from a layout, not partial, to one box on each rank, ready to run.
 
-    Collective over the axes that shard the dims if the group is not made yet.
-
-    Args:
-        spec: The layout before; not partial.
-        needs: For each dim of which ranks need other ranges than they have, the range.
+    Collective over the axes that shard the dims if the group is not made yet. ``needs`` has the
+    ranges of dims of which ranks need other ranges than they have.
     """
 
     def __init__(self, spec: DTensorSpec, needs: Mapping[int, RangeAt]) -> None:
@@ -87,11 +84,8 @@ class BoxExchange:
         return max(max(each.bytes_sent(1), each.bytes_received(1)) for each in plans)
 
     def __call__(self, local: Tensor, operator: str) -> Tensor:
-        """This rank's box, from the local tensor. Collective if something moves; differentiable.
-
-        Args:
-            local: The local tensor.
-            operator: The name of the operator that needs the box.
+        """This rank's box, which an operator needs, from the local tensor. Collective if something
+        moves; differentiable.
         """
         of = Moved(provenance_digest.digest(), operator)
         box: Tensor = _Exchange.apply(local, self, False, of)  # type: ignore[no-untyped-call]

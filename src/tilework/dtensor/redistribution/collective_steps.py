@@ -38,15 +38,8 @@ def prepare_step(
 ) -> RunStep:
     """A step from one layout to another, ready to run on local tensors of a dtype.
 
-    Collective over the ranks of the step's group if the group is not made yet.
-
-    Args:
-        step: The step.
-        source: The layout before the step.
-        target: The layout after the step.
-        dtype: The dtype of the local tensors.
-        last: True if the user gets the step's result, which then must not share memory with the
-            local tensor before the step.
+    Collective over the ranks of the step's group if the group is not made yet. After the last step
+    the user gets the result, which then must not share memory with the local tensor before.
     """
     if step.kind == "slice":
         return _slice(step, source, target, last)

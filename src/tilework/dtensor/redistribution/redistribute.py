@@ -41,15 +41,12 @@ from tilework.mesh import DeviceMesh, MeshSpec
 
 
 class Adjoint:
-    """The redistribution that turns the result's gradient into the gradient of the tensor.
+    """The redistribution that turns the gradient of the result, of layout ``target``, into the
+    gradient of the tensor.
 
     The gradient of a partial tensor is, on each rank, the derivative of the loss by the rank's
     partial value. For a sum or a mean it is the same on all ranks. For other reductions it differs
     by rank, and all ranks' gradients add up to the gradient of the reduced value.
-
-    Args:
-        source: The layout of the tensor.
-        target: The layout of the result.
     """
 
     def __init__(self, source: DTensorSpec, target: DTensorSpec) -> None:
@@ -394,15 +391,8 @@ class _Redistribute(LocalFunction):
 
 
 def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
-    """The gradient of the local tensor before, from the gradient of the local tensor afterwards.
-
-    Collective; differentiable.
-
-    Args:
-        adjoint: The adjoint.
-        grad: The gradient of the local tensor afterwards.
-        x: The local tensor before, if the adjoint is nonlinear.
-        of: Facts about the tensor before, such as the provenance.
+    """The gradient of the local tensor before (``x``, if the adjoint is nonlinear), which comes
+    from ``of``, from the gradient of the local tensor afterwards. Collective; differentiable.
     """
     of = gradient_of(of, adjoint.target, grad)
     twice = torch.is_grad_enabled() and grad.requires_grad
@@ -422,15 +412,11 @@ def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Te
 
 
 def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
-    """The gradient of a tensor, described as a tensor that moves in a backward pass.
+    """The gradient of a tensor, of layout ``spec``, described as a tensor that moves in a backward
+    pass.
 
     If the gradient is replicated, and the program may have computed it from plain tensors, ranks
     compare the contents.
-
-    Args:
-        of: The tensor.
-        spec: The layout of the gradient.
-        grad: The local tensor of the gradient.
     """
     counts = call_counts_of(spec.mesh)
     gradient = of.as_gradient(counts.passing)

@@ -67,13 +67,7 @@ def replicated_as(tensor: DTensorT, full: Tensor) -> DTensorT:
 
 
 class Window(NamedTuple):
-    """A view of a memory: shape, strides and offset, as for ``torch.as_strided``.
-
-    Attributes:
-        size: The size of each dim.
-        strides: The stride of each dim, in elements.
-        offset: The place of the first element in the memory, in elements.
-    """
+    """A view of a memory: shape, strides and offset, in elements, as for ``torch.as_strided``."""
 
     size: Ints
     strides: Ints
@@ -135,12 +129,10 @@ _MOST_COUNTERS = 16
 
 
 class ViewOfSeveral:
-    """A function that makes one of the views that an operator such as split() returns.
+    """A function that makes the view of this number (None: the only one) that an operator such as
+    split() returns.
 
-    Args:
-        func: The operator, which returns all the views.
-        number: The number of the view in the result; None: the result is a single view.
-        together: True if torch's graph has one node for all views: then none may be written to.
+    ``together``: torch's graph has one node for all views; then none may be written to.
     """
 
     __slots__ = ("func", "number", "together")
@@ -167,13 +159,8 @@ def viewed(
 ) -> Any:
     """Record which tensor the results of an operator are views of, and return the results.
 
-    Args:
-        result: The view, or several, as DTensors.
-        copied: True if elements were copied.
-        func: The operator, which may be called again to remake the views.
-        args: The positional arguments. The first (else ``input``) is the base.
-        kwargs: The keyword arguments.
-        write: As for :func:`mark`.
+    The operator may be called again to remake the views; the first argument (else ``input``) is the
+    base. ``copied``: elements were copied; then ``write`` is as for :func:`mark`.
     """
     if args:
         base = args[0]
@@ -212,13 +199,8 @@ def note_viewed(
 ) -> None:
     """Record that a tensor shares memory with a base, of which it was made by a call. Local.
 
-    Args:
-        view: The tensor.
-        base: The base.
-        func: Called with the base, the arguments after the first, and those by name; None: the view
-            shows all of the base.
-        args: The arguments.
-        kwargs: Those by name.
+    ``func`` is called with the base, the arguments after the first, and those by name; None: the
+    view shows all of the base.
     """
     view._viewed = (base, base._spec, func, args, kwargs, base._viewed)
     view._memory = memory = own_memory(base)
@@ -230,14 +212,12 @@ def note_viewed(
 
 
 def mark(tensor: Tensor, base: DTensorBase, redo: Redo, write: Write | None = None) -> None:
-    """Record that ``tensor`` is a view of ``base`` with a copy of the elements. Local.
+    """Record that ``tensor``, which nobody else has yet, is a view of ``base`` with a copy of the
+    elements. Local.
 
-    Args:
-        tensor: A DTensor, which nobody else has yet.
-        base: The tensor that ``tensor`` is a view of.
-        redo: Makes the same view of a given tensor, a DTensor or a plain tensor.
-        write: Writes the view's value to the elements of the base that the view shows; None: the
-            base is gathered for this.
+    ``redo`` makes the same view of a given tensor, a DTensor or a plain tensor. ``write`` writes
+    the view's value to the elements of the base that the view shows; None: the base is gathered for
+    this.
     """
     assert isinstance(tensor, DTensorBase)
     tensor._local_tensor = local = _counting(tensor._local_tensor)
@@ -278,12 +258,11 @@ def made_together(views: Sequence[Tensor]) -> None:
 
 
 def same_memory(tensor: DTensorT, local: Tensor, func: Any = None) -> DTensorT:
-    """A new DTensor in the layout of ``tensor``, which shares the memory of ``tensor``.
+    """A new DTensor in the layout of ``tensor``, which shares the memory of ``tensor`` through
+    ``local``.
 
-    Args:
-        tensor: The tensor whose memory is shared.
-        local: The local tensor of the new DTensor, which shares memory with that of ``tensor``.
-        func: ``Tensor.detach`` or ``data_of``, which cut it off the graph; None: it is not cut off.
+    ``func`` is ``Tensor.detach`` or ``data_of``, which cut it off the graph; None: it is not cut
+    off.
     """
     result = wrap_as(type(tensor), local, tensor._spec)
     follow(result, tensor)
@@ -298,13 +277,7 @@ def same_memory(tensor: DTensorT, local: Tensor, func: Any = None) -> DTensorT:
 
 
 def share_memory(tensor: DTensorBase, value: DTensorBase, start: int) -> None:
-    """Record that ``tensor`` was given the memory of ``value``. Local.
-
-    Args:
-        tensor: The tensor.
-        value: The other tensor.
-        start: Where it begins in that memory.
-    """
+    """Record that ``tensor`` was given the memory of ``value``, from ``start`` on. Local."""
     follow(tensor, value)
     tensor._view_of = "data" if is_moved(value) else None
     note_start(tensor, start)
@@ -443,13 +416,8 @@ def replace_local(tensor: DTensorBase, local: Tensor) -> None:
 
 
 def wrote(tensor: DTensorBase, by: str) -> None:
-    """Note that ``tensor`` was written to. If it had to move elements, write them to the base.
-
-    Collective for such a view.
-
-    Args:
-        tensor: The tensor.
-        by: The name of what wrote, for errors.
+    """Note that ``tensor`` was written to, by what errors call ``by``. If it had to move elements,
+    write them to the base: then it is collective.
     """
     memory = memory_of(tensor)
     if tensor._view_of is None or (shown := own_memory(tensor).shows) is None:
