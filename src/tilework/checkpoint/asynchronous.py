@@ -84,7 +84,7 @@ class PendingSave:
         with Progress(f"saving {self.path}", self._total, shown, "the disk") as progress:
             if not progress.is_shown:
                 return self._done.wait(timeout)
-            progress.begin_at(self._written)
+            progress.done = self._written
             deadline = math.inf if timeout is None else time.monotonic() + timeout
             while (left := deadline - time.monotonic()) > 0:
                 if self._done.wait(min(left, _SHOWN_SECONDS)):
