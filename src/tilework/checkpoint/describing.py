@@ -92,7 +92,7 @@ def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
     seen: dict[Any, Path] = {}
     for path, leaf in flat.leaves.items():
         description.leaves[path] = _facts(path, leaf, seen, len(ranks) == 1)
-        if isinstance(leaf, TiledTensor) and not _owners_of(leaf).issuperset(ranks):
+        if isinstance(leaf, TiledTensor) and not set(leaf.tiling.ranks).issuperset(ranks):
             tiles = [tile for tile in leaf.local_tiles() if tile.numel()]
             description.contents[path] = tuple(full_crc32(tile) for tile in tiles)
     return description
@@ -147,10 +147,6 @@ def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:
     """The boxes with elements and their owners, as plain data; all boxes if all are empty."""
     tiles = [tile for tile in tensor.tiling.tiles if not tile.box.empty]
     return tuple((t.box.offsets, t.box.sizes, t.owners) for t in tiles or tensor.tiling.tiles)
-
-
-def _owners_of(tensor: TiledTensor) -> set[int]:
-    return {rank for tile in tensor.tiling.tiles for rank in tile.owners}
 
 
 def layout_text(tensor: TiledTensor) -> str:

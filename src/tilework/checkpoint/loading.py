@@ -85,7 +85,8 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
                     made[id(own)] = own, _empty_like(own)
                 held[key] = made[id(own)][1]
         if initialise:
-            _initialise(module, inner)
+            with torch.no_grad():
+                module._init_weights(inner)  # type: ignore[operator]
 
 
 def _check_fixed(module: nn.Module) -> None:
@@ -109,11 +110,6 @@ def _empty_like(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
-
-
-def _initialise(model: nn.Module, inner: nn.Module) -> None:
-    with torch.no_grad():
-        model._init_weights(inner)  # type: ignore[operator]
 
 
 def read_all(
@@ -153,11 +149,7 @@ def read_all(
         return rebuild(FlatState(leaves, flat.containers))
     kept = {path[:n] for path in leaves for n in range(len(path))}
     containers = {path: kind for path, kind in flat.containers.items() if path in kept}
-    return _rebuild_some(FlatState(leaves, containers))
-
-
-def _rebuild_some(flat: FlatState) -> Any:
-    return rebuild(flat) if flat.leaves else {}
+    return rebuild(FlatState(leaves, containers)) if leaves else {}
 
 
 def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:

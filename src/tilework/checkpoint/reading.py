@@ -367,7 +367,8 @@ class PartReader:
         self._is_together = True
         try:
             yield
-            self._finish_reads()
+            if self._reads is not None:
+                self._reads.run()
         finally:
             self._is_together = False
             self._reads = None  # after an error, drop the rest
@@ -379,10 +380,6 @@ class PartReader:
                 self.index, self._descriptor, self.storage.where, self.damaged, self._tell_bytes
             )
         return self._reads
-
-    def _finish_reads(self) -> None:
-        if self._reads is not None:
-            self._reads.run()
 
     def _read_by_core(self, read: CoreRead, checked: bytes, at_once: bool = False) -> None:
         """Let the core do a read: now, or together with others within :meth:`together`."""

@@ -161,7 +161,7 @@ def prepare_save(
         # Separately: the facts above are mostly the same on all ranks, and are not sent.
         token, file_bytes = ranks.gather(lambda: (path.token, options.file_bytes))[0]
         options = replace(options, file_bytes=file_bytes)
-        known = {id(each): _from_plain(each) for each in descriptions}
+        known = {id(each): Description(*each) for each in descriptions}
         merged = merge([known[id(each)] for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
         prefix = f"{token}-rank{ranks.here:05}"
@@ -174,10 +174,6 @@ def prepare_save(
 
 def _as_plain(description: Description) -> Any:
     return description.leaves, description.containers, description.contents
-
-
-def _from_plain(data: Any) -> Description:
-    return Description(*data)
 
 
 def nothing() -> None:
@@ -305,7 +301,7 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
     """
     try:
         # Before anybody needs the room.
-        ranks.gather(lambda: _removed(save.storage) if ranks.is_first else 0)
+        ranks.gather(lambda: len(remove_leftovers(save.storage)) if ranks.is_first else 0)
 
         def write() -> list[Report]:
             _forget_replaced(save, ranks)
@@ -330,10 +326,6 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
         raise
     finally:
         save.release()
-
-
-def _removed(storage: Storage) -> int:
-    return len(remove_leftovers(storage))
 
 
 def _forget_replaced(save: Save, ranks: Ranks) -> None:
@@ -369,14 +361,10 @@ def commit_index(storage: Storage, index: Index) -> None:
         CheckpointError: A file that the index lists is missing.
     """
     _check_visible(storage, index)
-    replaced = _files_of_present(storage)
+    replaced = {name for name in storage.names() if DATA_FILE.fullmatch(name)}
     write_index(storage, index)
     for name in replaced - set(index.files):
         storage.remove(name)
-
-
-def _files_of_present(storage: Storage) -> set[str]:
-    return {name for name in storage.names() if DATA_FILE.fullmatch(name)}
 
 
 def _check_visible(storage: Storage, index: Index) -> None:

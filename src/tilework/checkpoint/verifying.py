@@ -252,17 +252,14 @@ def _different_elements(a: PartReader, x: SavedTensor, b: PartReader, y: SavedTe
             count += differ
             distance = (p[other].double() - q[other].double()).abs()
             most = max(most, float(distance.nan_to_num(0.0).max()))
-    return f"{count:,} of {_volume(x):,} elements differ, by at most {most:.4g}" if count else ""
+    of = whole_box(x.shape).volume
+    return f"{count:,} of {of:,} elements differ, by at most {most:.4g}" if count else ""
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.float() if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
-
-
-def _volume(tensor: SavedTensor) -> int:
-    return whole_box(tensor.shape).volume
 
 
 def _different_values(a: PartReader, b: PartReader) -> Iterator[Difference]:

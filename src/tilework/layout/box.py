@@ -303,11 +303,6 @@ def is_dealt(splits: Splits) -> bool:
     return any(isinstance(cut, int) for _, cut in splits)
 
 
-def _check_not_dealt(splits: Splits) -> None:
-    if is_dealt(splits):
-        raise SeveralRangesError(splits)
-
-
 def dealt_blocks(length: int, turns: int, place: int) -> list[int]:
     """The numbers of the blocks of one rank along an axis, dealt forth and back.
 
@@ -348,15 +343,10 @@ def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
         >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
         ((0, 3, 5, 7), (3, 2, 2, 1))
     """
-    _check_not_dealt(splits)
-    spans = [(0, extent)]
-    for axis, cut in splits:
-        inner: list[tuple[int, int]] = []
-        for start, size in spans:
-            parts = shard_sizes(size, lengths[axis], cut) or ()
-            inner += [(start + at, part) for at, part in zip(offsets_of(parts), parts, strict=True)]
-        spans = inner
-    return tuple([start for start, _ in spans]), tuple([size for _, size in spans])
+    if is_dealt(splits):
+        raise SeveralRangesError(splits)
+    sizes = all_shard_sizes(extent, lengths, splits)
+    return tuple(offsets_of(sizes)), sizes
 
 
 def all_shard_sizes(extent: int, lengths: Ints, splits: Splits) -> Ints:

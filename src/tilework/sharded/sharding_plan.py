@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -296,7 +297,8 @@ def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
         >>> run_ranks(2, program)
         [torch.Size([4, 3]), torch.Size([4, 3])]
     """
-    module.register_forward_hook(_Reshard(check_spec(resharding_spec)))
+    # Unlike closures, these hooks can be pickled.
+    module.register_forward_hook(partial(_resharded, check_spec(resharding_spec)))
     return module
 
 
@@ -326,27 +328,16 @@ def collect_local_shard(module: ModuleT) -> ModuleT:
         >>> run_ranks(2, program)
         [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    module.register_forward_hook(_Collect())
+    module.register_forward_hook(_collected)
     return module
 
 
-@dataclass(frozen=True)
-class _Reshard:
-    """The forward hook of :func:`reshard_output`; unlike a closure, it can be pickled."""
-
-    #: The spec that each sharded tensor among the outputs gets.
-    spec: ShardingSpec
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return pytree.tree_map_only(ShardedTensor, lambda st: st.resharded(self.spec), output)
+def _resharded(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> Any:
+    return pytree.tree_map_only(ShardedTensor, lambda st: st.resharded(spec), output)
 
 
-@dataclass(frozen=True)
-class _Collect:
-    """The forward hook of :func:`collect_local_shard`; it can be pickled, too."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return pytree.tree_map_only(ShardedTensor, _local_output, output)
+def _collected(module: nn.Module, args: Any, output: Any) -> Any:
+    return pytree.tree_map_only(ShardedTensor, _local_output, output)
 
 
 def _local_output(tensor: ShardedTensor) -> Tensor:
