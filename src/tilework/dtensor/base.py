@@ -334,8 +334,8 @@ def own_memory(tensor: DTensorBase) -> Memory:
 
 def memory_of(tensor: DTensorBase) -> Memory:
     """The memory that a tensor would show if it were plain; for a copy, the memory of the base."""
-    memory = own_memory(tensor)
-    return memory if memory.root is None else memory.root
+    memory = tensor._memory or own_memory(tensor)
+    return memory.root or memory
 
 
 def is_moved(tensor: DTensorBase) -> bool:

@@ -22,22 +22,19 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.internal import unrecorded
-from tilework.dtensor.base import grads_of, is_moved
+from tilework.dtensor.base import grads_of, is_moved, memory_of
 from tilework.dtensor.provenance.digests import (
-    NUMBERS,
     call_counts_of,
     digest_of,
     note_gradient,
     note_write,
-    number_seed,
     seeds_in,
     stable_digest,
 )
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.dtensor.verify import compare_after_step
-from tilework.dtensor.views.moved_views import wrote
-from tilework.dtensor.views.places import count_write
+from tilework.dtensor.views.places import count_writes
 from tilework.models import ELEMENTWISE, is_per_element
 
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
@@ -86,61 +83,60 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
     """Give the twin options and local tensors, or DTensors if these allow no local step."""
     twin.__dict__ = {**optimizer.__dict__}  # without what GradScaler has deleted since
-    of_locals = _on_locals(optimizer)
-    if of_locals is not None:
-        _keep_digests(optimizer)
-        twin.param_groups, twin.state = of_locals
-
-
-def _on_locals(
-    optimizer: Optimizer,
-) -> tuple[list[dict[str, Any]], defaultdict[Tensor, Any]] | None:
-    """The parameter groups and states with local tensors; None if one allows no local step."""
     states: defaultdict[Tensor, Any] = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:
-        params = []
-        for param in group["params"]:
-            if param.__class__ is not DTensor:
-                if is_torch_dtensor(param):  # torch's operators refuse local tensors beside it
-                    return None
-                params.append(param)
-                if (state := optimizer.state.get(param)) is not None:
-                    states[param] = state
-                continue
-            if not _has_own_local(param):
-                return None
-            local = param._local_tensor
-            params.append(local)
-            if state := optimizer.state.get(param):
-                if not _sharded_alike(param, state):
-                    return None
-                states[local] = {
-                    name: value._local_tensor if value.__class__ is DTensor else value
-                    for name, value in state.items()
-                }
+        params = _locals_of(group["params"], optimizer.state, states)
+        if params is None or group.get("differentiable"):
+            return
         groups.append({**group, "params": params})
-        if group.get("differentiable"):
+    twin.param_groups, twin.state = groups, states
+
+
+def _locals_of(
+    params: Sequence[Tensor], states: Any, local_states: dict[Tensor, Any]
+) -> list[Tensor] | None:
+    """The local tensors of parameters, and those of the states; None if there is no local step.
+
+    Stores digests that follow from the parameters' values, before the step changes the values.
+    """
+    found = []
+    for param in params:
+        if param.__class__ is not DTensor:
+            if is_torch_dtensor(param):  # torch's operators refuse local tensors beside it
+                return None
+            found.append(param)
+            if (state := states.get(param)) is not None:
+                local_states[param] = state
+            continue
+        if not _has_own_local(param):
             return None
-    return groups, states
+        if param._digest is None and param._made is None:
+            param._digest = digest_of(param)
+        local, spec = param._local_tensor, param._spec
+        found.append(local)
+        if state := states.get(param):
+            local_states[local] = own = {}
+            for name, value in state.items():
+                if value.__class__ is DTensor:
+                    if value._spec is not spec and value._spec != spec:
+                        return None
+                    value = value._local_tensor
+                elif isinstance(value, Tensor) and value.dim():
+                    return None
+                own[name] = value
+    return found
 
 
 def _has_own_local(param: DTensor) -> bool:
     """True if a step may write the local tensors alone, of a parameter and its gradient."""
-    grads = grads_of(param)
-    if grads.deferred is not None:
-        grads.deferred()
-    if param._spec.partial_axes or not param._spec.takes_part or is_moved(param):
-        return False  # a write to a moved view must also reach the base's memory
-    return grads.shown is None or not is_moved(grads.shown)
-
-
-def _keep_digests(optimizer: Optimizer) -> None:
-    """Store digests that follow from the parameters' values, before the step changes the values."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.__class__ is DTensor and param._digest is None and param._made is None:
-                param._digest = digest_of(param)
+    grads, spec = param._grads, param._spec
+    if grads is not None:
+        if grads.deferred is not None:
+            grads.deferred()
+        if grads.shown is not None and is_moved(grads.shown):
+            return False  # a write to a moved view must also reach the base's memory
+    return spec.takes_part and not (spec.partial_axes or is_moved(param))
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
@@ -149,51 +145,17 @@ def _has_dtensors(optimizer: Optimizer) -> bool:
     )
 
 
-def _sharded_alike(param: DTensor, state: dict[str, Any]) -> bool:
-    """True if all states with elements are DTensors of the parameter's layout."""
-    spec = param._spec
-    for value in state.values():
-        if value.__class__ is DTensor:
-            if value._spec is not spec and value._spec != spec:
-                return False
-        elif isinstance(value, Tensor) and value.dim():
-            return False
-    return True
-
-
 def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Give the optimizer the states and options that the step left in the twin."""
     twin = _twins[optimizer]
     if twin.param_groups is optimizer.param_groups:
         return
     for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        states: list[dict[str, Any]] = []
-        for param, local in zip(group["params"], local_group["params"], strict=True):
-            state: dict[str, Any] = {}
-            if param is local:
-                if local in twin.state:
-                    optimizer.state[param] = twin.state[local]
-            elif local_state := twin.state.get(local):
-                state = optimizer.state[param]
-                _wrap_states(state, local_state, param, local)
-            states.append(state)
-        group.update({name: value for name, value in local_group.items() if name != "params"})
-        _note_step(optimizer, group, states)
+        params, locals_ = group["params"], local_group["params"]
+        local_group["params"] = params
+        group.update(local_group)
+        _note_step(optimizer, group, locals_, twin.state)
     twin.param_groups, twin.state = [], defaultdict(dict)
-
-
-def _wrap_states(
-    state: dict[str, Any], local_state: dict[str, Any], param: DTensor, local: Tensor
-) -> None:
-    for name, value in local_state.items():
-        known = state.get(name)
-        if known is value or (known.__class__ is DTensor and known._local_tensor is value):
-            continue
-        if is_per_element(name, value, local):
-            digest = hash((digest_of(param), _digest_of_name(name)))
-            state[name] = wrap(value, param._spec, digest)
-        else:
-            state[name] = value
 
 
 #: Options that change no result: how a step is computed.
@@ -205,53 +167,81 @@ def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
     seeds: list[Any] = [_digest_of_name(type(optimizer).__name__)]
     for option in optimizer.defaults:
         value = group.get(option)
-        if option in _WAYS:
+        if value is None or option in _WAYS:
             continue
-        if value.__class__ is float and value == value:
-            seeds.append(value)  # quicker than a digest; different numbers rarely share a hash
-        elif value.__class__ in NUMBERS:
-            seeds.append(number_seed(value))
-        elif value is not None:
-            seeds_in(value, seeds)
+        for number in value if value.__class__ is tuple else (value,):
+            if (number.__class__ is float and number == number) or number.__class__ is bool:
+                seeds.append(number)  # quicker than a digest; different numbers rarely share a hash
+            else:
+                seeds_in(number, seeds)
     return hash(tuple(seeds))
 
 
 @unrecorded
 def _note_step(
-    optimizer: Optimizer, group: dict[str, Any], states: Sequence[dict[str, Any]]
+    optimizer: Optimizer, group: dict[str, Any], locals_: Sequence[Tensor], local_states: Any
 ) -> None:
-    """Mix a step into the digests of the parameters that it changed, and of their states."""
-    step = _digest_of_options(optimizer, group)
+    """Keep the states of a step, and mix it into the digests of what it has changed."""
+    step, states, written = _digest_of_options(optimizer, group), optimizer.state, []
     mesh, passes = None, 0
-    for param, state in zip(group["params"], states, strict=True):
-        if param.__class__ is not DTensor or (local := param._local_tensor.grad) is None:
+    for param, local in zip(group["params"], locals_, strict=True):
+        own = local_states.get(local)
+        if param is local:
+            if own is not None:
+                states[param] = own
+            continue
+        state = states[param] if own else {}
+        if own:
+            _keep_new(own, state, param)
+        if (grad := local.grad) is None:
             continue
         if param._spec.mesh is not mesh:
             mesh = param._spec.mesh
             passes = call_counts_of(mesh).passes
-        grads = grads_of(param)
-        grad = grads.shown
-        if (
-            grad is None
-            or grad._local_tensor is not local
-            or grads_of(grad).noted == (grad._digest, None)
-        ):
-            digest = hash((digest_of(param), step, passes, grads.cleared))
-        else:  # the gradient has a digest of the writes to it
-            digest = hash((digest_of(param), step, note_gradient(param, grad)))
-        for value in state.values():
-            if value.__class__ is DTensor:
-                value._digest = digest = hash((digest, value._digest or digest_of(value)))
-            elif value.__class__ is Tensor and value.is_cpu and not value.dim():  # count of steps
-                digest = hash((digest, value.item()))
-        note_write(param, digest)
-        count_write(param)
-        wrote(param, "a step of an optimizer")
+        record = param._grads or grads_of(param)
+        seeds = [digest_of(param), step, passes, record.cleared]
+        if record.shown is not None and _is_written(record.shown, grad):
+            seeds.append(note_gradient(param, record.shown))
+        note_write(param, _mixed(seeds, state))
+        memory = memory_of(param)
+        memory.writes += 1
+        memory.writer = "a step of an optimizer"
+        written.append(param)
+    count_writes(written)
+
+
+def _mixed(seeds: list[Any], state: dict[str, Any]) -> int:
+    """The digest of a step, from which the digests of the states follow from now on."""
+    sharded = []
+    for value in state.values():
+        if value.__class__ is DTensor:
+            seeds.append(value._digest or digest_of(value))
+            sharded.append(value)
+        elif value.__class__ is Tensor and value.is_cpu and not value.dim():  # count of steps
+            seeds.append(value.item())
+    digest = then = hash(tuple(seeds))
+    for value in sharded:
+        value._digest = then = hash((then, digest))
+    return digest
+
+
+def _keep_new(own: dict[str, Any], state: dict[str, Any], param: DTensor) -> None:
+    """Store the states that a step has made, as DTensors if they have the parameter's elements."""
+    for name, value in own.items():
+        known = state.get(name)
+        if known is value or (known.__class__ is DTensor and known._local_tensor is value):
+            continue
+        if is_per_element(name, value, param._local_tensor):
+            value = wrap(value, param._spec, hash((digest_of(param), _digest_of_name(name))))
+        state[name] = value
+
+
+def _is_written(shown: DTensor, grad: Tensor) -> bool:
+    """True if a gradient that the program has asked for has a digest of the writes to it."""
+    return shown._local_tensor is grad and grads_of(shown).noted != (shown._digest, None)
 
 
 _digest_of_name = cache(stable_digest)
 
 register_optimizer_step_pre_hook(_surround_step)
-register_optimizer_step_post_hook(
-    lambda optimizer, args, kwargs: unrecorded(compare_after_step)(optimizer)
-)
+register_optimizer_step_post_hook(compare_after_step)

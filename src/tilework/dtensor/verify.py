@@ -18,11 +18,11 @@ from torch.optim.optimizer import Optimizer
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import agree, all_gather_into_tensor, device_of
-from tilework.comm.per_call.internal import call_site
+from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.provenance_digest import advice_from_above
 from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
-from tilework.dtensor.provenance.content import hash_of, mode
+from tilework.dtensor.provenance.content import Mode, hash_of, mode
 from tilework.dtensor.provenance.digests import digest_of, moving
 from tilework.dtensor.provenance.replicas import compare_plain, difference_from_first
 from tilework.dtensor.tensor import DTensor
@@ -170,8 +170,8 @@ class _Compared(NamedTuple):
     at: float
 
 
-def compare_after_step(optimizer: Optimizer) -> None:
-    """Compare an optimizer's parameters, if it is time to. Collective in that case.
+def compare_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Compare an optimizer's parameters, if it is time to: a hook. Collective in that case.
 
     The count of steps decides, which is the same on all ranks. The full mode compares after all
     steps. The sampled mode compares after the first four, every fourth up to the 64th and every
@@ -188,6 +188,13 @@ def compare_after_step(optimizer: Optimizer) -> None:
     compared: dict[DeviceMesh, _Compared] = state.setdefault(_COMPARED, {})
     if how == "sampled" and compared and all(step < each.next_step for each in compared.values()):
         return
+    _compare_where_due(optimizer, step, how, compared)
+
+
+@unrecorded
+def _compare_where_due(
+    optimizer: Optimizer, step: int, how: Mode, compared: dict[DeviceMesh, _Compared]
+) -> None:
     for mesh, params in _by_mesh(optimizer).items():
         last = compared.get(mesh)
         if not mesh.here or mesh.size() < 2 or (how == "sampled" and not _is_due(step, last)):

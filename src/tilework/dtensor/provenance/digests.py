@@ -150,10 +150,10 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
     grads = tensor._grads
     if grads is not None and grads.noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, call_counts_of(tensor._spec.mesh).passes))
-    memory = memory_of(tensor)
-    is_view = tensor._made is not None or tensor._viewed is not None
+    memory, made = memory_of(tensor), tensor._made
+    is_view = made is not None or tensor._viewed is not None
     if is_view:  # the part of the memory counts, even if the values before do not
-        digest = hash((digest_of(tensor) if tensor._made is None else tensor._made, digest))
+        digest = hash((digest_of(tensor) if made is None else made, digest))
     memory.digest = hash((memory.digest, digest))
     if is_view:
         tensor._made, tensor._digest = digest, None

@@ -6,7 +6,7 @@ compares the versions of wrappers; the writes by way of other views are counted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -101,26 +101,36 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
     a Function's own ``forward`` precede saving, and do not count: forward-mode derivatives are off
     there.
     """
+    count_writes((tensor,), graded)
+
+
+def count_writes(tensors: Sequence[DTensorBase], graded: bool | None = None) -> None:
+    """As :func:`count_write`, for each of ``tensors``. Local."""
     is_on = _is_grad_enabled()
     if not (is_on or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
         return
     if graded is None:
         graded = is_on
-    in_graph, memory = graded and tensor._local_tensor.requires_grad, own_memory(tensor)
-    while True:
-        if tensor._made_without_grad or holders(tensor) > 1:
-            _increment_version((tensor,))
-        viewed = tensor._viewed
-        if viewed is None or viewed[2] is data_of:
-            break
-        if in_graph and is_moved(tensor):
-            _check_hooks(tensor)
-        if graded and viewed[0]._spec is not viewed[1]:
-            _check_in_place(tensor, viewed[0])
-        tensor = viewed[0]
-    memory.written_at = next_number()
-    for view in living(memory.taken):
-        _increment_version((view,))
+    number, changed = next_number(), []
+    for tensor in tensors:
+        memory = tensor._memory or own_memory(tensor)
+        in_graph = graded and tensor._local_tensor.requires_grad
+        while True:
+            if tensor._made_without_grad or holders(tensor) > 1:
+                changed.append(tensor)
+            viewed = tensor._viewed
+            if viewed is None or viewed[2] is data_of:
+                break
+            if in_graph and tensor._view_of is not None and is_moved(tensor):
+                _check_hooks(tensor)
+            if graded and viewed[0]._spec is not viewed[1]:
+                _check_in_place(tensor, viewed[0])
+            tensor = viewed[0]
+        memory.written_at = number
+        if memory.taken:
+            changed += living(memory.taken)
+    if changed:
+        _increment_version(changed)
 
 
 def _check_hooks(tensor: DTensorBase) -> None:
