@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.comm.operations.internal import agree, check_equal
+from tilework.comm.operations.internal import agree, are_alike, check_equal
 from tilework.dtensor.propagation.dtensor_call import content_hash
-from tilework.dtensor.provenance.digests import agreeing
+from tilework.dtensor.provenance.digests import agreeing, stable_digest
 from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
@@ -77,19 +77,34 @@ def spec_from_local(
         return _outside(local, mesh, placements, shape, order)
     if not (sharded or run_check):
         return _checked(local, spec_of(mesh, placements, shape or local.shape, order), None)
+    group = mesh.axes_group(range(mesh.ndim))
+    make = partial(_facts, local, mesh, placements, shape, order, run_check)
     with agreeing("from_local"):
-        facts = agree(
-            lambda: _facts(local, mesh, placements, shape, order, run_check),
-            mesh.axes_group(range(mesh.ndim)),
-        )
-    if run_check:
-        return _spec_from_facts(facts, mesh, placements, shape, order)
-    key = "from_local", tuple(placements), None if order is None else tuple(order), tuple(facts)
-    spec: DTensorSpec | None = mesh.specs.get(key)
-    if spec is None:
-        spec = mesh.specs[key] = _spec_from_facts(facts, mesh, placements, shape, order)
+        if run_check:
+            return _spec_from_facts(agree(make, group), mesh, placements, shape, order)
+        kind = "from_local", *placements, None if order is None else tuple(order)
+        key = kind, local.shape, local.dtype, local.requires_grad
+        digest, spec = mesh.specs.get(key) or (_digest_of(make), None)
+        if are_alike(digest, group) and digest:
+            if spec is None:
+                spec = _spec_from_facts([make()] * group.size(), mesh, placements, shape, order)
+                mesh.specs[key] = digest, spec
+        else:
+            facts = agree(make, group)
+            spec = mesh.specs.get((kind, tuple(facts)))
+            if spec is None:
+                spec = _spec_from_facts(facts, mesh, placements, shape, order)
+                mesh.specs[kind, tuple(facts)] = spec
     compare_replicas(local, spec)
     return spec
+
+
+def _digest_of(make: Callable[[], _Facts]) -> int:
+    """The digest of this rank's facts; 0 if there is something wrong with them."""
+    try:
+        return stable_digest(make())
+    except Exception:  # is raised on all ranks
+        return 0
 
 
 def _outside(

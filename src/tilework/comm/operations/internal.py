@@ -1,6 +1,6 @@
 """Names that the other packages of tilework use."""
 
-from tilework.comm.agreement import Facts, agree, agree_equal, check_equal
+from tilework.comm.agreement import Facts, agree, agree_equal, are_alike, check_equal
 from tilework.comm.flight.spans import span
 from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager, uncoalesced
 from tilework.comm.operations.collectives import *  # noqa: F403
@@ -23,4 +23,4 @@ from tilework.comm.operations.p2p import P2POp, batch_isend_irecv, irecv, isend,
 from tilework.comm.reduce_op import identity_element
 from tilework.comm.transfer.large_buffers import LARGE_BYTES, empty_tensor
 from tilework.comm.transfer.round_shares import blocks
-from tilework.comm.transfer.run import run_plan
+from tilework.comm.transfer.run import run_plan, single_run

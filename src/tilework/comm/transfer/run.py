@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -113,6 +113,26 @@ def run_plan(
         target = LocalTiles(plan.target, plan.rank, results, viewed)
         _run(LocalTransfer(pg, plan, source, target, used_dtype, where, identity), buffer_bytes)
     return results
+
+
+def single_run(
+    plan: Plan, tiles: Sequence[Tensor], out: Sequence[Tensor], group: ProcessGroup
+) -> Callable[[], object] | None:
+    """The call that runs a plan as one collective; None if this rank's tensors do not allow it.
+
+    Local. For callers that compare ranks by themselves: if every rank has such a call, of equal
+    source, target and dtype, all may make it. The arguments are those of :func:`run_plan`, of new
+    or plain contiguous tensors.
+    """
+    if plan.reduces or plan.collective.kind == "none":
+        return None
+    dtype, where = out[0].dtype, out[0].device
+    viewed = moved_dtype(dtype)
+    sources = [tile.data.resolve_conj().resolve_neg() for tile in tiles]
+    source = LocalTiles(plan.source, plan.rank, sources, viewed)
+    target = LocalTiles(plan.target, plan.rank, out, viewed)
+    local = LocalTransfer(group, plan, source, target, dtype, where, 0)
+    return single_call(local) if _has_room(local, BUFFER_BYTES) else None
 
 
 def _run(local: LocalTransfer, buffer_bytes: int) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilework.comm.operations.internal import agree_equal, run_plan
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.internal import agree_equal, are_alike, run_plan, single_run
 from tilework.comm.per_call.internal import lacks_memory
 from tilework.comm.world import get_rank
 from tilework.dtensor.propagation.strides import like_strides
-from tilework.dtensor.provenance.digests import TensorText, agreeing, call_counts_of, moving
+from tilework.dtensor.provenance.digests import (
+    TensorText,
+    agreeing,
+    call_counts_of,
+    moving,
+    stable_digest,
+)
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, row_major, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
-from tilework.layout import Placement, Replicate
+from tilework.layout import Placement, Plan, Replicate
 from tilework.layout.internal import placements_in, replicated_tiling, transfer_plan, whole_number
 from tilework.mesh import DeviceMesh
 from tilework.mesh.internal import mesh_or_current
@@ -81,10 +88,14 @@ def distribute_tensor(
         source, meta = None, bool(checked()["meta"])
     else:
         group = mesh.axes_group(range(mesh.ndim))
+        sending = _sending(tensor, mesh, placements, order, src_data_rank)
         with agreeing("distribute_tensor"):
-            facts = agree_equal(
-                checked, group, "distribute_tensor got different arguments on ranks:", own=_OWN
-            )
+            is_quick = are_alike(0 if sending is None else sending.digest, group)
+            if sending is None or not is_quick:
+                what = "distribute_tensor got different arguments on ranks:"
+                facts = agree_equal(checked, group, what, own=_OWN)
+        if sending is not None and is_quick:
+            return _sent(tensor, sending)
         source = _source(mesh, src_data_rank)
         its = facts[group.global_ranks.index(source)]
         meta = bool(its["meta"])
@@ -94,13 +105,64 @@ def distribute_tensor(
         return tensor
     if not spec.takes_part:
         return wrap(empty_local(tensor), spec)
-    digest = None
-    if src_data_rank is not None:  # otherwise each rank's values decide the digest
-        counts = call_counts_of(mesh)
-        counts.creations += 1
-        digest = hash((spec.digest, counts.creations))
+    # Without a source each rank's values decide the digest.
+    digest = None if src_data_rank is None else _next_digest(spec)
     with moving(digest or 0, "distribute_tensor", TensorText(spec, tensor.dtype)):
         local = _local_shard(tensor.detach(), spec, source, meta)
+    return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
+
+
+def _next_digest(spec: DTensorSpec) -> int:
+    """The digest of the next tensor that a collective makes."""
+    counts = call_counts_of(spec.mesh)
+    counts.creations += 1
+    return hash((spec.digest, counts.creations))
+
+
+class _Sending(NamedTuple):
+    """One collective that distributes a tensor, if the facts about it are the same on all ranks."""
+
+    #: The digest of the facts.
+    digest: int
+    spec: DTensorSpec
+    #: This rank's part, which the call fills.
+    local: Tensor
+    call: Callable[[], object]
+
+
+def _sending(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    order: Sequence[int] | None,
+    src_data_rank: int,
+) -> _Sending | None:
+    """The collective; None if one does not suffice, or there is something wrong. Local."""
+    try:
+        _check_plain(tensor, mesh, placements)
+        if isinstance(tensor, DTensor) or lacks_memory(tensor):
+            return None
+        layout = *placements, None if order is None else tuple(order), src_data_rank
+        key = layout, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        known: Any = mesh.specs.get(key)
+        if known is None:
+            made, facts = _checked(tensor, mesh, placements, order, src_data_rank)
+            known = mesh.specs[key] = made, stable_digest(facts) | 1
+        spec: DTensorSpec = known[0]
+        local = _new_local(tensor, spec.dual, mesh.device_type)
+        call = single_run(*_plan(tensor.detach(), spec.dual, local, _source(mesh, src_data_rank)))
+    except Exception:  # is raised on all ranks
+        return None
+    return None if call is None else _Sending(known[1], spec, local, call)
+
+
+def _sent(tensor: Tensor, sending: _Sending) -> DTensor:
+    """The distributed tensor. Collective."""
+    _, spec, local, call = sending
+    digest = _next_digest(spec)
+    with torch.no_grad(), moving(digest, "distribute_tensor", TensorText(spec, tensor.dtype)):
+        call()
+        local = redistribute_local(local, spec.dual, spec)
     return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
 
 
@@ -194,23 +256,32 @@ def _source(mesh: DeviceMesh, index: int) -> int:
 
 def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
     """This rank's shard of ``full`` on rank ``source`` (None: on each); ``meta``: no values."""
-    dual, mesh = spec.dual, spec.mesh
-    shape = (spec if meta else dual).local_shape
-    strides = row_major(shape)
-    if spec.strides != row_major(spec.shape):  # in the order of the global strides
-        strides = like_strides(tuple(shape), spec.strides)
-    where = "meta" if meta else mesh.device_type
-    local = torch.empty_strided(shape, strides, dtype=full.dtype, device=where)
     if meta:
-        return local
+        return _new_local(full, spec, "meta")
+    dual = spec.dual
+    local = _new_local(full, dual, spec.mesh.device_type)
     if source is None:
         local.copy_(dual.local_part(full))
     else:
-        rank = get_rank()
-        run_plan(
-            transfer_plan(replicated_tiling(spec.shape, (source,)), dual.tiling, rank),
-            [on_device(full, mesh)] if rank == source else [],
-            mesh.axes_group(range(mesh.ndim)),
-            out=dual.tiles_of(local),
-        )
+        plan, tiles, out, group = _plan(full, dual, local, source)
+        run_plan(plan, tiles, group, out=out)
     return redistribute_local(local, dual, spec)
+
+
+def _new_local(full: Tensor, spec: DTensorSpec, where: str) -> Tensor:
+    """Memory for this rank's part, in the order of the global strides."""
+    shape = tuple(spec.local_shape)
+    strides = row_major(shape)
+    if spec.strides != row_major(spec.shape):
+        strides = like_strides(shape, spec.strides)
+    return torch.empty_strided(shape, strides, dtype=full.dtype, device=where)
+
+
+def _plan(
+    full: Tensor, dual: DTensorSpec, local: Tensor, source: int
+) -> tuple[Plan, list[Tensor], list[Tensor], ProcessGroup]:
+    """The plan that fills ``local`` from rank ``source``; the tensors, and the group."""
+    rank, mesh = get_rank(), dual.mesh
+    plan = transfer_plan(replicated_tiling(dual.shape, (source,)), dual.tiling, rank)
+    tiles = [on_device(full, mesh)] if rank == source else []
+    return plan, tiles, dual.tiles_of(local), mesh.axes_group(range(mesh.ndim))
