@@ -101,7 +101,7 @@ def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean run?" in refused(capsys, "rnu")
-    assert "they are run, plan, doctor" in refused(capsys, "qqqqq")
+    assert "they are run, store, plan, doctor" in refused(capsys, "qqqqq")
 
 
 def test_a_script_without_a_command_is_run(capsys: pytest.CaptureFixture[str]) -> None:

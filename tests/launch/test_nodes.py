@@ -235,7 +235,7 @@ def test_launchers_of_different_versions_are_told(
 
     def introduce_as_another(self: nodes._Meeting, store: Store) -> None:
         with one_at_a_time, monkeypatch.context() as patched:
-            patched.setattr(nodes, "_version", lambda: f"1.{self._me}")
+            patched.setattr(nodes, "version", lambda: f"1.{self._me}")
             introduce(self, store)
 
     monkeypatch.setattr(nodes._Meeting, "_introduce", introduce_as_another)

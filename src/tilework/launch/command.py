@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,8 +24,9 @@ from tilework.launch.nodes import NodesError
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
+from tilework.launch.store_service import serve_store
 
-_COMMANDS = ("run", "plan", "doctor", "explain", "trace", "checkpoint")
+_COMMANDS = ("run", "store", "plan", "doctor", "explain", "trace", "checkpoint")
 
 _NOTES = """\
   tilework train.py                       run a script, one rank per core: short for tilework run
@@ -88,6 +90,7 @@ def parser_of_commands(version: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilework {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_store(commands)
     _add_plan(commands)
     _add_doctor(commands)
     _add_explain(commands)
@@ -124,7 +127,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add(
         *_TORCHRUN_BINDING, dest="bind", type=_torchrun_binding, metavar="B", help=argparse.SUPPRESS
     )
-    add("--nnodes", type=_nodes, default=1, metavar="N", help=_NNODES_HELP)
+    add("--nnodes", type=_nodes_or_range, default=(1, None), metavar="N", help=_NNODES_HELP)
     add("--node-rank", "--node_rank", type=int, default=0, metavar="K", help=_NODE_RANK_HELP)
     add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
     add("--trace", type=Path, metavar="D", help="write what ranks do to D, for tilework trace D")
@@ -149,7 +152,10 @@ _TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS_HELP = "start ranks that die again, alone, R times in all (see docs/how-to/elastic.md)"
 _ELASTIC_HELP = "continue with at least MIN ranks when some die; MAX is the number at the start"
 _GRACE_HELP = "seconds from Ctrl-C or SIGTERM to SIGKILL (default: 2)"
-_NNODES_HELP = "number of hosts on each of which this command is run (default: 1)"
+_NNODES_HELP = (
+    "number of hosts on each of which this command is run (default: 1); MIN:MAX: hosts that come "
+    "and go, with a tilework store at --rdzv"
+)
 _NODE_RANK_HELP = "this host's number, from 0"
 _RDZV_HELP = "an address of node 0 that the others reach, and a free port there"
 _TORCHRUN_RDZV = ("--rdzv-endpoint", "--rdzv_endpoint")
@@ -172,7 +178,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         )
     program = _program(parser, options)
     if options.pretend is not None:
-        options.ranks, options.hosts, options.memory = options.pretend, options.nnodes, None
+        options.ranks, options.hosts, options.memory = options.pretend, options.nnodes[0], None
         options.cluster, options.everyone = None, False
         return _plan(parser, options)
     most = None if options.elastic is None else options.elastic[1]
@@ -212,7 +218,8 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
         elastic=options.elastic,
         grace=options.grace,
         bind=options.bind,
-        nnodes=options.nnodes,
+        nnodes=options.nnodes[0],
+        elastic_nodes=options.nnodes[1],
         node_rank=options.node_rank,
         rdzv=options.rdzv,
         trace=options.trace,
@@ -304,6 +311,14 @@ def _nodes(text: str) -> int:
     return int(text)
 
 
+def _nodes_or_range(text: str) -> tuple[int, tuple[int, int] | None]:
+    """The most hosts, and, for MIN:MAX, both."""
+    if ":" not in text:
+        return _nodes(text), None
+    least, most = _range(text, "hosts", "1:4")
+    return most, (least, most)
+
+
 def _host_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -315,10 +330,15 @@ def _host_port(text: str) -> tuple[str, int]:
 
 
 def _elastic(text: str) -> tuple[int, int]:
+    return _range(text, "ranks", "2:4")
+
+
+def _range(text: str, what: str, example: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     if not (least.isdecimal() and colon and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise argparse.ArgumentTypeError(
-            f"give the fewest and the most ranks, such as 2:4 (1 <= MIN <= MAX), got {text!r}"
+            f"give the fewest and the most {what}, such as {example} (1 <= MIN <= MAX), got "
+            f"{text!r}"
         )
     return int(least), int(most)
 
@@ -353,6 +373,39 @@ def _backend(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+# tilework store
+
+_STORE_NOTES = """\
+Runs until Ctrl-C or SIGTERM. Set TILEWORK_SECRET here and on all hosts of the job, or
+whoever reaches the port can read and write the store.
+
+  tilework store 10.0.0.1:29500
+  tilework run -n 8 --nnodes 1:4 --rdzv 10.0.0.1:29500 train.py      on each host
+"""
+
+
+def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "store",
+        help="serve the store of a job whose hosts come and go",
+        epilog=_STORE_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    help_ = "an address of this host, which the others reach, and a free port"
+    parser.add_argument("address", metavar="HOST:PORT", type=_host_port, help=help_)
+    parser.set_defaults(parser=parser, command=_store)
+
+
+def _store(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    host, port = options.address
+    try:
+        return serve_store(host, port, os.environ.get("TILEWORK_SECRET", ""))
+    except (NodesError, DistNetworkError) as error:
+        print(f"tilework store: {error}", file=sys.stderr)
+        return 1
 
 
 # tilework plan

@@ -200,9 +200,7 @@ def _class(failure: RankFailure) -> str:
 
 def _how(failure: RankFailure) -> str:
     if failure.lost_node:
-        return (
-            f"{failure.node} is gone: its launcher was killed or stopped, or the link to it is cut"
-        )
+        return f"{failure.node} is gone: it was killed or stopped, or the link to it is cut"
     if failure.report is not None and failure.report.summary:
         return failure.report.summary + _unusual_ending(failure)
     how = _ending(failure)

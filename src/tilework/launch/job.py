@@ -12,11 +12,11 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from tilework.comm.launching import REJOIN_VARIABLE, InitGeneration, TicketStore
 from tilework.errors import DistError
@@ -108,8 +108,10 @@ class Job:
         self._ticket_store: TicketStore | None = None
         #: The store where the ranks meet, once the launcher has used it.
         self._store: Store | None = None
-        #: The times when processes were started again, by rank.
-        self._newcomers: dict[int, float] = {}
+        #: How many events ranks had told before this launcher came.
+        self._events_before = 0
+        #: By process that is to be let in: how often groups had changed when it was started.
+        self._newcomers: dict[int, int] = {}
         least = settings.elastic[0] if settings.elastic is not None else 1
         #: The policy for ranks that die; None: the job ends.
         self.recovery = Recovery(settings.restarts, least) if settings.outlives_ranks else None
@@ -142,7 +144,7 @@ class Job:
             return None
         if self.recovery is not None and self._ticket_store is not None:
             with contextlib.suppress(DistError):
-                self.recovery.note_told(self._ticket_store.events())
+                self.recovery.note_told(self._ticket_store.events()[self._events_before :])
         return self._supervisor.outcome
 
     def stop(self, steps: Sequence[TerminationStep], timeout: timedelta) -> None:
@@ -176,20 +178,24 @@ class Job:
         with contextlib.closing(self._starter(rendezvous)) as starter:
             for local_rank in range(self._settings.nprocs):
                 rank = self._place.first_rank + local_rank
-                self._start_rank(self._plan(rank, rendezvous), starter)
+                self._start_rank(self._plan(rank, rendezvous, self._place.late), starter)
         self._supervisor = Supervisor(self._ranks, self._endpoints())
         # Only now: a thread must not exist while forking.
         if self._cell is not None:
             self._cell.start()
         if self._server is not None:
             self._server.start()
-            if self.recovery is not None:
-                self._ticket_store = self._open_ticket_store(rendezvous)
+        if self.recovery is not None:
+            self._ticket_store = self._open_ticket_store(rendezvous)
+        if self._place.late and self._ticket_store is not None:
+            self._events_before = len(self._ticket_store.events())
+            changes = len(self._changes())
+            self._newcomers = {rank.pid: changes for rank in self._ranks}
         self._rendezvous = rendezvous
 
     def _open_ticket_store(self, rendezvous: Rendezvous) -> TicketStore:
         assert rendezvous.store is not None
-        secret = bytes.fromhex(rendezvous.secret)
+        secret = bytes.fromhex(rendezvous.secret) or None
         self._store = launcher_store(rendezvous.store, _STORE_TIMEOUT, secret)
         return TicketStore(self._store)
 
@@ -209,18 +215,17 @@ class Job:
         assert self._rendezvous is not None
         rank.signal_group(signal.SIGKILL)  # processes that it has left running
         rank.reap()
-        plan = self._plan(rank.rank, self._rendezvous)
-        # The rank never arrived: the others still wait, and take the new process for it.
-        rejoins = self._has_come(rank.rank)
-        if rejoins:
-            plan.environment[REJOIN_VARIABLE] = "1"
+        # Else the rank never arrived: the others still wait, and take the new process for it.
+        rejoins = self._place.late or self._has_come(rank.rank)
+        plan = self._plan(rank.rank, self._rendezvous, rejoins)
+        changes = self._changes()
         # A fresh interpreter: this process has threads now, and must not fork.
         with contextlib.closing(FreshStarter(plan, self._program)) as starter:
             started = self._start_rank(plan, starter)
         self._ranks.remove(started)
         self._ranks[self._ranks.index(rank)] = started
         if rejoins:
-            self._newcomers[started.pid] = time.time()
+            self._newcomers[started.pid] = len(changes)
 
     def _has_come(self, rank: int) -> bool:
         """True if ``rank`` has come to the store, or nobody knows: it may be part of a group."""
@@ -230,22 +235,23 @@ class Job:
 
     def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
         """Those of ``living`` that train: neither wait to be let in, nor were left behind."""
-        if self._ticket_store is None:
-            return living
-        try:
-            events = [event for event in self._ticket_store.events() if "seats" in event]
-        except DistError:
-            return living
-        seats = set(events[-1]["seats"]) if events else set(range(self._settings.nprocs))
+        events = self._changes()
+        seats = set(events[-1]["seats"]) if events else set(range(self._place.world_size))
 
         def let_in(rank: RankProcess) -> bool:
             since = self._newcomers.get(rank.pid)
             return since is None or any(
-                event["kind"] == "grown" and event["time"] > since and rank.rank in event["seats"]
-                for event in events
+                event["kind"] == "grown" and rank.rank in event["seats"] for event in events[since:]
             )
 
         return [rank for rank in living if rank.rank in seats and let_in(rank)]
+
+    def _changes(self) -> list[dict[str, Any]]:
+        """The changes of the group's members that ranks have told, oldest first."""
+        with contextlib.suppress(DistError):
+            if self._ticket_store is not None:
+                return [event for event in self._ticket_store.events() if "seats" in event]
+        return []
 
     def _prepare_rendezvous(self) -> Rendezvous:
         """The place where ranks meet: on a single host a new store server, to be started later."""
@@ -270,8 +276,10 @@ class Job:
             return ForkStarter(self._program, whole_process=self._frontend is not None)
         return FreshStarter(self._plan(0, rendezvous), self._program)
 
-    def _plan(self, rank: int, rendezvous: Rendezvous) -> RankPlan:
+    def _plan(self, rank: int, rendezvous: Rendezvous, rejoins: bool = False) -> RankPlan:
         environment = rank_environment(self._settings, rank, rendezvous, place=self._place)
+        if rejoins:
+            environment[REJOIN_VARIABLE] = "1"
         if self._guardian is not None:
             environment[MARK_VARIABLE] = self._guardian.mark
         return RankPlan(

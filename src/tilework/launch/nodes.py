@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.framed import Door, FramedSocket, knock, tune_tcp
@@ -33,16 +33,29 @@ _BEAT_SECONDS: Final = 2.0
 _SILENCE_SECONDS: Final = 20.0
 
 #: Kinds of messages.
-FAILED, INTERRUPTED, FINISHED, LOST = "failed", "interrupted", "finished", "lost"
+FAILED, INTERRUPTED, FINISHED = "failed", "interrupted", "finished"
+LOST, JOINED = "lost", "joined"
 #: Kinds of frames: a message as JSON, and a heartbeat.
 _MESSAGE, _ALIVE = 0, 1
 Message = dict[str, Any]
+
+
+class _NodeFacts(NamedTuple):
+    """The host of a node, the first rank that it starts, and the number of ranks."""
+
+    host: str
+    first: int
+    ranks: int
 
 
 class NodeLink:
     """This launcher's connections: on node 0 to all other launchers, elsewhere to node 0.
 
     Node 0 relays messages between the others.
+
+    Attributes:
+        is_elastic: True if the job goes on when nodes are lost.
+        ranks_elsewhere: How many ranks other nodes have that may train on; 0 if not elastic.
 
     Args:
         node: The number of this node.
@@ -51,7 +64,11 @@ class NodeLink:
     """
 
     def __init__(self, node: int, hosts: Sequence[str], ranks: Sequence[int]) -> None:
-        self._node, self._hosts, self._ranks = node, list(hosts), list(ranks)
+        self._node = node
+        self._nodes: dict[int, _NodeFacts] = {}
+        for number, (host, count) in enumerate(zip(hosts, ranks, strict=True)):
+            self.note_node(number, host, sum(ranks[:number]), count)
+        self.is_elastic = False
         self._peers: dict[int, FramedSocket] = {}
         self._finished: set[int] = set()
         self._news: list[Message] = []
@@ -59,6 +76,14 @@ class NodeLink:
         self._beat_at = 0.0
         #: The time of the last beat of each node that has begun to send beats.
         self._heard: dict[int, float] = {}
+
+    def note_node(self, node: int, host: str, first: int, ranks: int) -> None:
+        """Note which ranks a node starts, and where."""
+        self._nodes[node] = _NodeFacts(host, first, ranks)
+
+    @property
+    def ranks_elsewhere(self) -> int:
+        return 0
 
     @property
     def awaits_others(self) -> bool:
@@ -68,19 +93,19 @@ class NodeLink:
     @property
     def others_finished(self) -> bool:
         """True if all other nodes have ended well, as far as this node has heard."""
-        return self._finished | {self._node} >= set(range(len(self._ranks)))
+        return self._finished | {self._node} >= set(self._nodes)
 
     def place_of(self, node: int) -> str:
         """A node in words, for messages: the number, and the name of the host."""
-        return f"node {node} ({self._hosts[node]})"
+        return f"node {node} ({self._nodes[node].host})"
 
     def first_rank(self, node: int) -> int:
         """The first rank that a node starts."""
-        return sum(self._ranks[:node])
+        return self._nodes[node].first
 
     def ranks_of(self, node: int) -> str:
         """The ranks that a node starts, in words, for messages."""
-        first, count = self.first_rank(node), self._ranks[node]
+        _, first, count = self._nodes[node]
         return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
     def add(self, node: int, peer: socket.socket) -> None:
@@ -130,10 +155,12 @@ class NodeLink:
         self._peers = {}
 
     def _send(self, message: Message, but: int) -> None:
-        data = json.dumps(message).encode()
-        for node, peer in self._peers.items():
+        for node in self._peers:
             if node != but:
-                peer.send(_MESSAGE, data)
+                self._send_to(node, message)
+
+    def _send_to(self, node: int, message: Message) -> None:
+        self._peers[node].send(_MESSAGE, json.dumps(message).encode())
 
     def _read(self, node: int) -> None:
         frames = self._peers[node].receive()
@@ -159,11 +186,11 @@ class NodeLink:
 
 
 #: The time that launchers wait for each other, unless ``--timeout`` says otherwise.
-_PATIENCE: Final = timedelta(minutes=10)
+PATIENCE: Final = timedelta(minutes=10)
 #: Seconds until the first line about missing nodes; the interval then doubles.
 _FIRST_WORD_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 0.05
-_ANSWER_SECONDS: Final = 30.0
+ANSWER_SECONDS: Final = 30.0
 #: The time for other launchers to read why the job does not begin.
 _HEARD: Final = timedelta(seconds=2)
 
@@ -181,12 +208,14 @@ class NodePlace:
         nodes: The number of nodes.
         first_rank: The first global rank of this node.
         world_size: The number of ranks of the job.
+        late: True if the job has begun without these ranks: it has to let them in.
     """
 
     node: int
     nodes: int
     first_rank: int
     world_size: int
+    late: bool = False
 
     @classmethod
     def alone(cls, ranks: int) -> NodePlace:
@@ -234,12 +263,12 @@ class _Meeting:
         self._host, self._port = settings.rdzv
         self._me = settings.node_rank
         self._secret = os.environ.get("TILEWORK_SECRET", "")
-        self._patience = settings.timeout or _PATIENCE
+        self._patience = settings.timeout or PATIENCE
         self._deadline = time.monotonic() + self._patience.total_seconds()
         self._stack = contextlib.ExitStack()
 
     def join(self) -> Nodes:
-        secret = _secret_bytes(self._secret)
+        secret = secret_bytes(self._secret)
         with self._stack:
             server = None
             if self._me == 0:
@@ -266,8 +295,7 @@ class _Meeting:
         else:
             self._connect(store, link)
         master = (self._host, table["master"]) if table["master"] else None
-        bracketed = f"[{self._host}]" if ":" in self._host else self._host
-        url = f"tcp://{bracketed}:{self._port}"
+        url = store_url(self._host, self._port)
         return Nodes(place, url, self._secret, master, link, server)
 
     def _introduce(self, store: Store) -> None:
@@ -279,7 +307,7 @@ class _Meeting:
             "nodes": settings.nnodes,
             "ranks": settings.nprocs,
             "host": socket.gethostname(),
-            "version": _version(),
+            "version": version(),
         }
         text = store.compare_set(f"node/{self._me}", "", json.dumps(mine))
         first = json.loads(text)
@@ -341,7 +369,7 @@ class _Meeting:
             port = listener.getsockname()[1]
             store.set("link", json.dumps({"port": port, "token": token.hex()}))
             store.set("table", json.dumps(table))
-            deadline = time.monotonic() + _ANSWER_SECONDS
+            deadline = time.monotonic() + ANSWER_SECONDS
             with contextlib.closing(Door(listener, token, range(1, len(table["ranks"])))) as door:
                 while door.awaited and time.monotonic() < deadline:
                     for node, peer in door.admit(1.0).items():
@@ -349,14 +377,14 @@ class _Meeting:
             if door.awaited:
                 raise NodesError(
                     f"{_named(sorted(door.awaited))} came to the store of node 0, but did not "
-                    f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports between "
+                    f"connect to its port {port} within {ANSWER_SECONDS:g} s. The ports between "
                     f"the hosts must be open, and the launchers there must still run"
                 )
 
     def _connect(self, store: Store, link: NodeLink) -> None:
         where = json.loads(store.get("link"))
         try:
-            peer = socket.create_connection((self._host, where["port"]), _ANSWER_SECONDS)
+            peer = socket.create_connection((self._host, where["port"]), ANSWER_SECONDS)
             knock(peer, bytes.fromhex(where["token"]), self._me)
         except OSError as error:
             raise DistNetworkError(
@@ -388,7 +416,13 @@ class _Meeting:
             )
 
 
-def _version() -> str:
+def store_url(host: str, port: int) -> str:
+    """The address of a store as TILEWORK_STORE has it."""
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"tcp://{bracketed}:{port}"
+
+
+def version() -> str:
     """The version of this package, which launchers compare; "unknown" if it is not installed."""
     try:
         return metadata.version("tilework")
@@ -416,7 +450,8 @@ def _free_port(host: str) -> int:
         return port
 
 
-def _secret_bytes(text: str) -> bytes | None:
+def secret_bytes(text: str) -> bytes | None:
+    """The secret in TILEWORK_SECRET; None if it is empty. Raises NodesError."""
     try:
         return bytes.fromhex(text) or None
     except ValueError:

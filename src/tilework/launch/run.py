@@ -11,6 +11,7 @@ from pathlib import Path
 from tilework.comm.launching import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
 from tilework.launch.binding import CpuSets, bound_sets
+from tilework.launch.elastic_nodes import join_service
 from tilework.launch.environment import thread_environment
 from tilework.launch.failure_report import RankFailure
 from tilework.launch.failure_text import failure_text, other_failures_text
@@ -55,8 +56,9 @@ def run(settings: LaunchSettings, program: Program) -> int:
     with contextlib.ExitStack() as stack:
         cpus = stack.enter_context(bound_sets(settings.bind, settings.nprocs))
         nodes = None
-        if settings.nnodes > 1:
-            nodes = join_nodes(settings)
+        if settings.several_hosts:
+            join = join_nodes if settings.elastic_nodes is None else join_service
+            nodes = join(settings)
             stack.callback(nodes.close)
         return _run_here(settings, program, threads, nodes, cpus)
 
@@ -159,7 +161,7 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
 def _watch(settings: LaunchSettings, parts: _Parts) -> RankLine | None:
     if settings.watch is None:
         return None
-    title = f"node {settings.node_rank}: " if settings.nnodes > 1 else ""
+    title = "" if parts.nodes is None else f"node {parts.nodes.place.node}: "
 
     def write(line: str) -> None:
         parts.output.write_notice(f"tilework: {title}{line}\n")

@@ -61,8 +61,11 @@ class LaunchSettings:
     """The number of hosts whose launchers start the job's ranks; ``nprocs`` may differ by host."""
     node_rank: int = 0
     """This host's number among the nodes."""
+    elastic_nodes: tuple[int, int] | None = None
+    """The fewest and the most hosts, which come and go; None: ``nnodes``, which stay."""
     rdzv: tuple[str, int] | None = None
-    """Host and port at which the launchers meet; the launcher of node 0 serves there."""
+    """Host and port at which the launchers meet; the launcher of node 0 serves there, or, with
+    ``elastic_nodes``, ``tilework store``."""
     trace: Path | None = None
     """The folder that ranks write their traces to; None: ranks trace only what they choose to."""
 
@@ -72,7 +75,12 @@ class LaunchSettings:
     @property
     def outlives_ranks(self) -> bool:
         """True if the job may continue when a rank has died."""
-        return self.restarts > 0 or self.elastic is not None
+        return self.restarts > 0 or self.elastic is not None or self.elastic_nodes is not None
+
+    @property
+    def several_hosts(self) -> bool:
+        """True if launchers of other hosts take part."""
+        return self.nnodes > 1 or self.elastic_nodes is not None
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work."""
@@ -116,15 +124,33 @@ class LaunchSettings:
                 f"the node's rank is 0 to {self.nnodes - 1} with {self.nnodes} nodes, got "
                 f"{self.node_rank}"
             )
-        if self.nnodes == 1:
+        if not self.several_hosts:
             return
         if self.rdzv is None:
+            served = "of node 0 and a free port" if self.elastic_nodes is None else "and the port"
+            by = "" if self.elastic_nodes is None else " where `tilework store` serves"
             raise ValueError(
                 f"{self.nnodes} nodes need a place to meet: give each --rdzv HOST:PORT, an address "
-                f"of node 0 and a free port there"
+                f"{served} there{by}"
             )
-        if self.outlives_ranks:
-            raise ValueError("restarts and elastic are for the ranks of one host: leave out nnodes")
+        if self.elastic_nodes is not None:
+            self._check_elastic_nodes(*self.elastic_nodes)
+        elif self.outlives_ranks:
+            raise ValueError(
+                f"restarts and elastic are for the ranks of one host, or of hosts that come and "
+                f"go, with a `tilework store`: give --nnodes {self.nnodes}:{self.nnodes}"
+            )
+
+    def _check_elastic_nodes(self, least: int, most: int) -> None:
+        if not 1 <= least <= most:
+            raise ValueError(f"nnodes must be MIN:MAX with 1 <= MIN <= MAX, got {least}:{most}")
+        if self.elastic is not None:
+            raise ValueError("--nnodes MIN:MAX says how far a job may shrink: leave out --elastic")
+        if self.node_rank or self.master_port is not None:
+            raise ValueError(
+                "hosts that come and go have neither fixed numbers nor a fixed rank 0: leave out "
+                "--node-rank, --tcp and --master-port with --nnodes MIN:MAX"
+            )
 
 
 def check_backend(spec: str) -> None:

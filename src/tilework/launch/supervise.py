@@ -18,7 +18,15 @@ from typing import Final
 from tilework.comm.launching import LAUNCHER_SIGNAL
 from tilework.launch import linux, orphans, signals
 from tilework.launch.failure_report import FailureReport, RankFailure, root_cause, settle_time
-from tilework.launch.nodes import FAILED, FINISHED, INTERRUPTED, LOST, Message, NodeLink
+from tilework.launch.nodes import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    JOINED,
+    LOST,
+    Message,
+    NodeLink,
+)
 from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
 from tilework.launch.rank_line import RankLine
@@ -343,7 +351,17 @@ class Supervisor:
                 self._failures.setdefault(int(message["rank"]), self._failure_there(message))
             elif kind == LOST and self._stop_began is None:
                 lost = self._node_lost(message)
-                self._failures.setdefault(lost.rank, lost)
+                if message.get("enough") and self.around.recovery is not None:
+                    self._outlived[-1 - lost.rank] = lost
+                    self.around.recovery.note(None, f"{lost.node} is gone, with {lost.lost_node}")
+                    self._tell(lost)
+                else:
+                    self._failures.setdefault(lost.rank, lost)
+            elif kind == JOINED and self.around.recovery is not None:
+                link, node = self.around.link, message["node"]
+                assert link is not None
+                come = f"{link.place_of(node)} has come, with {link.ranks_of(node)}"
+                self.around.recovery.note(None, come)
 
     def _failure_there(self, message: Message) -> RankFailure:
         """The failure of a rank on another node, as that node's ``message`` reports it."""
@@ -378,8 +396,7 @@ class Supervisor:
         if rank.ending.code == 0:
             return False
         failure = _failure(rank)
-        living = [each for each in self.ranks if each.alive and each.report is None]
-        answer = recovery.answer(failure, len(self.around.members(living)))
+        answer = self._answer(recovery, failure)
         self._outlived[rank.pid] = failure
         if answer is Answer.END:
             self._failures.update({each.rank: each for each in self._to_blame(failure)})
@@ -390,6 +407,16 @@ class Supervisor:
         else:
             self._pass_end_on(rank)
         return True
+
+    def _answer(self, recovery: Recovery, failure: RankFailure) -> Answer:
+        """The answer to a failure; ranks of other nodes count as others that train."""
+        living = [each for each in self.ranks if each.alive and each.report is None]
+        elsewhere = 0 if self.around.link is None else self.around.link.ranks_elsewhere
+        answer = recovery.answer(failure, len(self.around.members(living)) + elsewhere)
+        if answer is Answer.GO_ON and not living:
+            recovery.note(None, "no rank is left on this host: other hosts go on without it")
+            return Answer.END
+        return answer
 
     def _to_blame(self, failure: RankFailure) -> list[RankFailure]:
         """The failures that ended the job: the given one, and the loss that caused it."""
@@ -408,6 +435,8 @@ class Supervisor:
         """Once a rank has finished, end living ranks if none of them belongs to the group."""
         living = [rank for rank in self.ranks if rank.alive]
         finished = any(rank.ending and rank.ending.code == 0 for rank in self.ranks)
+        link = self.around.link
+        finished = finished or (link is not None and link.is_elastic and link.others_finished)
         recovery = self.around.recovery
         if recovery is None or self._stop_began is not None or not (living and finished):
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Collection
@@ -26,14 +27,17 @@ from tilework.comm.elastic.consensus import Decision, Participant, confirm, fail
 from tilework.comm.elastic.registers import Registers, StoreRegisters, identity_key
 from tilework.comm.elastic.shrink import PATIENCE, drive
 from tilework.comm.elastic.ticket_store import Ticket, TicketStore, note_event
+from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError
-from tilework.rendezvous.internal import has_ended, process_identity
+from tilework.rendezvous.internal import EndedRanks, has_ended, process_identity
 from tilework.store import PrefixStore, Store
 
 #: Admissions that may fail, because ranks die, before a newcomer gives up.
 _MOST_TICKETS: Final = 20
+#: Seconds for which all members must be known to have ended before a newcomer gives up.
+_NOBODY_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
 
     Raises:
         StoreTimeoutError: The members did not call grow within ``timeout``.
+        PeerLostError: All members have ended meanwhile.
     """
     ticket_store = TicketStore(store)
     # The first optimizer of a process imports this, for seconds: do it before members wait.
@@ -114,7 +119,8 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
         token = secrets.token_hex(8)
         ticket_store.leave_ticket(Ticket(token, seat, process_identity()))
         logger.info("seat %d waits to be let in", seat)
-        admission = _admission(json.loads(ticket_store.get(f"answer/{token}", left)))
+        answers = WatchedStore("answer", ticket_store, _SomebodyLeft(ticket_store))
+        admission = _admission(json.loads(answers.get(token, left)))
         me = admission.seats.index(seat)
         group = _make(world, admission, me, ticket_store, (min(PATIENCE, timeout), timeout))
         if group is not None:
@@ -126,6 +132,27 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
         f"the process started as rank {seat} was not let into the group: {_MOST_TICKETS} attempts "
         f"to make the group with it failed"
     )
+
+
+class _SomebodyLeft:
+    """Raises once all members of the group have been known to have ended for a while.
+
+    Ranks that wait to be let in are no members, though they may have a member's number.
+    """
+
+    def __init__(self, ticket_store: TicketStore) -> None:
+        self._store, self._since = ticket_store, time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        members = next((e["seats"] for e in reversed(self._store.events()) if "seats" in e), None)
+        first = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 0
+        seats = set(range(first) if members is None else members)
+        seats -= {ticket.seat for ticket in self._store.tickets()}
+        if seats - EndedRanks(self._store).among(seats):
+            self._since = now
+        elif now - self._since > _NOBODY_SECONDS:
+            raise PeerLostError("all ranks of the group that this rank waits to join have ended")
 
 
 def _offer(world: World, group: ProcessGroup, ticket_store: TicketStore) -> dict[str, Any] | None:
@@ -184,7 +211,8 @@ def _make(
     size = len(admission.seats)
     registers: Registers = StoreRegisters(PrefixStore(f"registers/{admission.epoch}", ticket_store))
     seconds = patience.total_seconds()
-    participant = Participant(me, registers, _losses(admission), time.monotonic, seconds)
+    losses = _losses(admission, EndedRanks(ticket_store))
+    participant = Participant(me, registers, losses, time.monotonic, seconds)
     decision = Decision(1, tuple(range(size)))
 
     def check() -> None:
@@ -216,8 +244,13 @@ def _make(
     return None
 
 
-def _losses(admission: Admission) -> Any:
+def _losses(admission: Admission, ended: EndedRanks) -> Any:
+    seats = admission.seats
+
     def lost(asked: Collection[int]) -> set[int]:
-        return {rank for rank in asked if has_ended(admission.identities[rank])}
+        # What launchers of other hosts say; a seat is on the list until its newcomer is let in.
+        old = {seats[rank] for rank in asked if admission.origins[rank] is not None}
+        known = ended.among(old) if old else set()
+        return {r for r in asked if seats[r] in known or has_ended(admission.identities[r])}
 
     return lost

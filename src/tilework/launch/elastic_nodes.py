@@ -1,0 +1,142 @@
+"""A launcher's part in a job whose hosts come and go: it takes seats at a ``tilework store``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from typing import Final
+
+from tilework.errors import DistNetworkError, DistStoreError
+from tilework.framed import knock
+from tilework.launch.nodes import (
+    ANSWER_SECONDS,
+    PATIENCE,
+    Message,
+    NodeLink,
+    NodePlace,
+    Nodes,
+    NodesError,
+    secret_bytes,
+    store_url,
+    version,
+)
+from tilework.launch.settings import LaunchSettings
+from tilework.launch.store_service import CALLERS, JOIN, PLACED, PREFIX, REFUSED, SERVICE
+from tilework.store import PrefixStore, TCPStore
+
+#: The number of a launcher that has no place yet.
+_NO_NODE: Final = -2
+#: Seconds until the line that this launcher waits.
+_WORD_SECONDS: Final = 3.0
+
+
+class ServiceLink(NodeLink):
+    """A launcher's connection to a ``tilework store``, which tells it of all others.
+
+    Args:
+        peer: The connection.
+        where: The address of the service, for messages.
+    """
+
+    def __init__(self, peer: socket.socket, where: str) -> None:
+        super().__init__(_NO_NODE, (), ())
+        self.note_node(SERVICE, f"tilework store at {where}", 0, 0)
+        self.add(SERVICE, peer)
+        self._own = self._left = 0
+        self.is_elastic = True
+
+    def take_place(self, placed: Message) -> NodePlace:
+        """The place of this launcher, as the service has said."""
+        self._node, self._own, self._left = placed["node"], placed["ranks"], placed["left"]
+        return NodePlace(
+            placed["node"], placed["nodes"], placed["first"], placed["world_size"], placed["late"]
+        )
+
+    @property
+    def ranks_elsewhere(self) -> int:
+        return max(0, self._left - self._own)
+
+    @property
+    def awaits_others(self) -> bool:
+        return False  # the service stays for them
+
+    @property
+    def others_finished(self) -> bool:
+        return bool(self._finished) and not self.ranks_elsewhere
+
+    def place_of(self, node: int) -> str:
+        return f"the {self._nodes[SERVICE].host}" if node == SERVICE else super().place_of(node)
+
+    def ranks_of(self, node: int) -> str:
+        return "all ranks" if node == SERVICE else super().ranks_of(node)
+
+    def _hear(self, node: int, message: Message) -> None:
+        self._left = message.get("left", self._left)
+        if "first" in message:
+            names = ("node", "host", "first", "ranks")
+            self.note_node(*(message[name] for name in names))
+        super()._hear(node, message)
+
+
+def join_service(settings: LaunchSettings) -> Nodes:
+    """Take seats at the ``tilework store`` of ``settings.rdzv``; blocks until there are some.
+
+    Raises:
+        NodesError: The time was up, or this launcher does not fit to the others.
+        DistNetworkError: Nobody serves at that address.
+    """
+    assert settings.rdzv is not None
+    host, port = settings.rdzv
+    where = f"{host}:{port}"
+    text = os.environ.get("TILEWORK_SECRET", "")
+    patience = settings.timeout or PATIENCE
+    client = TCPStore(host, port, timeout=patience, secret=secret_bytes(text))
+    with contextlib.closing(client), contextlib.ExitStack() as stack:
+        store = PrefixStore(PREFIX, client)
+        if not store.check(["link"]):
+            raise NodesError(
+                f"the store at {where} is no `tilework store`, which --nnodes MIN:MAX needs"
+            )
+        meeting = json.loads(store.get("link"))
+        try:
+            peer = socket.create_connection((host, meeting["port"]), ANSWER_SECONDS)
+            knock(peer, bytes.fromhex(meeting["token"]), store.add(CALLERS, 1))
+        except OSError as error:
+            raise DistNetworkError(
+                f"cannot connect to the tilework store at {host}:{meeting['port']}: "
+                f"{error.strerror or error}. The ports between the hosts must be open"
+            ) from error
+        link = ServiceLink(peer, where)
+        stack.callback(link.close)
+        assert settings.elastic_nodes is not None
+        nodes = ":".join(map(str, settings.elastic_nodes))
+        mine = {"nodes": nodes, "ranks": settings.nprocs, "version": version()}
+        link.tell(JOIN, **mine, host=socket.gethostname())
+        place = link.take_place(_answer(link, where, patience.total_seconds()))
+        stack.pop_all()
+    return Nodes(place, store_url(host, port), text, None, link)
+
+
+def _answer(link: ServiceLink, where: str, seconds: float) -> Message:
+    begun, has_said = time.monotonic(), False
+    while (now := time.monotonic()) - begun < seconds:
+        readers = link.readers()
+        for each in select.select(list(readers), [], [], 0.5)[0]:
+            readers[each]()
+        link.beat()
+        for message in link.take():
+            if message["kind"] == PLACED:
+                return message
+            if message["kind"] == REFUSED:
+                raise NodesError(message["error"])
+        if not link.readers():
+            raise DistStoreError(f"the tilework store at {where} is gone")
+        if now - begun > _WORD_SECONDS and not has_said:
+            has_said = True
+            print(f"tilework: waits at {where} for other hosts or a place", file=sys.stderr)
+    raise NodesError(f"no place at {where} within {seconds:g} s (--timeout)")

@@ -1,0 +1,183 @@
+"""``tilework store``: a job's store as a separate service, at which the launchers of hosts meet.
+
+It outlives every rank and host. Each launcher with ``--nnodes MIN:MAX`` keeps a connection to it,
+gets the numbers of its ranks there, and hears who comes and goes. When the last launcher of a job
+has ended, the store is emptied for the next job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import select
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+from tilework.errors import DistError
+from tilework.framed import Door
+from tilework.launch.nodes import FINISHED, JOINED, LOST, Message, NodeLink, secret_bytes
+from tilework.launch.seating import Seating, Seats
+from tilework.rendezvous.internal import EndedRanks
+from tilework.store import PrefixStore, StoreServer, TCPStore
+
+#: The number of the service among the nodes, the store's prefix for it, and a key there: how many
+#: launchers have called.
+SERVICE: Final = -1
+PREFIX: Final = "tilework/service"
+CALLERS: Final = "callers"
+#: Kinds of messages besides those of ``nodes``: a launcher's introduction, and the answers to it.
+JOIN, PLACED, REFUSED = "join", "placed", "refused"
+#: What launchers must agree on, with the name for people.
+_EQUAL: Final = {"nodes": "--nnodes", "version": "their version of tilework"}
+#: How many launchers may be on their way at a time.
+_CALLERS_AHEAD: Final = 1024
+_LOOK_SECONDS: Final = 0.5
+_TIMEOUT: Final = timedelta(seconds=5)
+
+
+def serve_store(host: str, port: int, secret_text: str) -> int:
+    """Serve stores at an address of this host, one job after the other, until Ctrl-C or SIGTERM.
+
+    Returns the exit status.
+
+    Raises:
+        NodesError: The secret is not hexadecimal.
+        DistNetworkError: The address is in use, or not of this host.
+    """
+    secret = secret_bytes(secret_text)
+    if secret is None:
+        _say("TILEWORK_SECRET is not set: whoever reaches this port can read and write the store")
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            with contextlib.closing(_Service(host, port, secret)) as service:
+                service.run()
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"tilework store: {text}", file=sys.stderr, flush=True)
+
+
+class _Service(NodeLink):
+    """The store of one job, and the connections to its launchers, numbered as they called."""
+
+    def __init__(self, host: str, port: int, secret: bytes | None) -> None:
+        super().__init__(SERVICE, (), ())
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(StoreServer.listen_tcp(host, port, secret))
+            server.start()
+            client = TCPStore(host, server.port, timeout=_TIMEOUT, secret=secret)
+            self._store = stack.enter_context(contextlib.closing(client))
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = stack.enter_context(socket.create_server((host, 0), family=family))
+            token = secrets.token_bytes(16)
+            door = Door(listener, token, range(1, _CALLERS_AHEAD))
+            self._door = stack.enter_context(contextlib.closing(door))
+            where = {"port": listener.getsockname()[1], "token": token.hex()}
+            PrefixStore(PREFIX, client).set("link", json.dumps(where))
+            self._stack = stack.pop_all()
+        self._seating: Seating | None = None
+        #: What the first launcher said, with which others must agree.
+        self._agreed: Message = {}
+        _say(f"serves a job at {server.address}")
+
+    def close(self) -> None:
+        super().close()
+        self._stack.close()
+
+    def run(self) -> None:
+        """Serve until the last launcher of a job has ended."""
+        while self._seating is None or not self._is_over:
+            self._serve()
+        for caller in self._seating.waiting:
+            self._answer(caller, REFUSED, error="the job ended before this host had a part in it")
+        _say("the job has ended")
+
+    @property
+    def _is_over(self) -> bool:
+        assert self._seating is not None
+        seating = self._seating
+        return not seating.seated and (bool(seating.world_size) or not seating.waiting)
+
+    def _serve(self) -> None:
+        readers = self.readers()
+        door = self._door.fileno()
+        ready, _, _ = select.select([door, *readers], [], [], _LOOK_SECONDS)
+        for each in ready:
+            if each != door:
+                readers[each]()
+        for caller, peer in self._door.admit(0.0).items() if door in ready else ():
+            self.add(caller, peer)
+            self._door.awaited.add(caller + _CALLERS_AHEAD)
+        self.beat()
+        if self._seating is not None:
+            is_late = bool(self._seating.world_size)
+            placed = list(self._seating.newly_seated(time.monotonic()))
+            for caller, seats in placed:
+                self._place(caller, seats, is_late)
+
+    def _hear(self, node: int, message: Message) -> None:
+        kind = message["kind"]
+        if kind == JOIN:
+            self._join(node, message)
+        elif kind == LOST:
+            self._leave(node)
+        else:
+            if kind == FINISHED and self._seating is not None:
+                self._seating.finished.add(node)
+            self._send({**message, "left": self._left}, but=node)
+
+    def _join(self, caller: int, message: Message) -> None:
+        self._agreed = self._agreed if self._seating is not None else message
+        for what, name in _EQUAL.items():
+            mine, theirs = message[what], self._agreed[what]
+            if mine != theirs:
+                text = f"this one {mine}, those of {self._agreed['host']} and others {theirs}"
+                self._answer(caller, REFUSED, error=f"the launchers differ in {name}: {text}")
+                return
+        if self._seating is None:
+            self._seating = Seating(*map(int, message["nodes"].split(":")))
+        self._seating.arrive(caller, message["ranks"], message["host"], time.monotonic())
+
+    def _place(self, caller: int, seats: Seats, is_late: bool) -> None:
+        assert self._seating is not None
+        for rank in seats.numbers if is_late else ():
+            EndedRanks(self._store).remove(rank)
+        facts = {**vars(seats), "left": self._left}
+        nodes, world_size = len(self._seating.seated), self._seating.world_size
+        size = max(world_size, seats.first + seats.ranks)
+        self._answer(caller, PLACED, **facts, nodes=nodes, world_size=size, late=is_late)
+        self._send({"kind": JOINED, **facts}, but=caller)
+        _say(f"node {seats.node} ({seats.host}) has come: {self.ranks_in_words(seats)}")
+
+    def _leave(self, caller: int) -> None:
+        seating = self._seating
+        seats = None if seating is None else seating.leave(caller)
+        if seats is None or seating is None:
+            return
+        for rank in seats.numbers:
+            EndedRanks(self._store).add(rank)
+        enough = len(seating.seated) >= seating.least or bool(seating.finished)
+        facts = {**vars(seats), "left": self._left, "enough": enough}
+        self._send({"kind": LOST, **facts}, but=caller)
+        _say(f"node {seats.node} ({seats.host}) is gone: {self.ranks_in_words(seats)}")
+
+    def ranks_in_words(self, seats: Seats) -> str:
+        """The ranks of a host, for messages."""
+        self.note_node(seats.node, seats.host, seats.first, seats.ranks)
+        return self.ranks_of(seats.node)
+
+    @property
+    def _left(self) -> int:
+        """The number of ranks whose launchers neither finished nor left."""
+        assert self._seating is not None
+        return sum(seats.ranks for seats in self._seating.active.values())
+
+    def _answer(self, caller: int, kind: str, **facts: Any) -> None:
+        with contextlib.suppress(KeyError, DistError):  # it has gone meanwhile
+            self._send_to(caller, {"kind": kind, "node": SERVICE, **facts})
