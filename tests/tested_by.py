@@ -59,6 +59,7 @@ _ROWS = (
     ("dtensor", "views/*", "views/test_moved_views"),
     ("dtensor", "*", "test_api /torch_backend/test_dtensors"),
     ("launch", "command doctor", "/test_cli"),
+    ("launch", "seating elastic_nodes", "test_store_service"),
     ("launch", "fail*", "test_failure_text test_supervise"),
     ("launch", "*", "test_spawn test_supervise test_program /test_cli"),
     ("layout", "box_columns cuts", "test_tiling_validation test_box_columns"),

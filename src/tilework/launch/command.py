@@ -465,28 +465,39 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     parser.add_argument("--describe", metavar="FILE", type=Path, help=_DESCRIBE_HELP)
-    parser.set_defaults(
-        parser=parser, command=lambda options: _doctor(options.calibrate, options.describe)
-    )
+    parser.add_argument("--rdzv", metavar="HOST:PORT", type=_host_port, help=_DOCTOR_RDZV_HELP)
+    parser.add_argument("--nnodes", metavar="N", type=_nodes, default=2, help=_DOCTOR_NODES_HELP)
+    parser.set_defaults(parser=parser, command=_doctor)
 
 
 _DOCTOR_NOTES = """\
   tilework doctor                         does everything work here, and how fast
   tilework doctor --calibrate             measure again, after a change of the machine
+  tilework doctor --rdzv host-a:29500 --nnodes 4       on each of 4 hosts, before a job
 """
+_DOCTOR_RDZV_HELP = "try what hosts need of each other; an address of any of them, and a free port"
+_DOCTOR_NODES_HELP = "how many hosts, on each of which this command is run (default: 2)"
 _CALIBRATE_HELP = "measure again which ways of moving data are fast here, keep and print that"
 
 
 _DESCRIBE_HELP = "measure a rank's arithmetic, and write FILE for tilework plan --cluster FILE"
 
 
-def _doctor(calibrate: bool, describe: Path | None) -> int:
-    # Imported late, as it loads torch: help and wrong use should not wait for that.
+def _doctor(options: argparse.Namespace) -> int:
+    # Imported late, as they load torch: help and wrong use should not wait for that.
+    status: int
+    if options.rdzv is not None:
+        hosts = importlib.import_module("tilework.launch.doctor_hosts")
+        try:
+            status = hosts.doctor_of_hosts(*options.rdzv, options.nnodes)
+        except NodesError as error:
+            options.parser.error(str(error))
+        return status
     module = importlib.import_module("tilework.launch.doctor")
-    if describe is not None:
-        described: int = module.describe(describe)
-        return described
-    status: int = module.calibrate() if calibrate else module.doctor()
+    if options.describe is not None:
+        status = module.describe(options.describe)
+    else:
+        status = module.calibrate() if options.calibrate else module.doctor()
     return status
 
 

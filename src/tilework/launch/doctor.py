@@ -66,7 +66,7 @@ def doctor() -> int:
         "Self-test": self_test(),
         "Large tensors": data_movement(),
     }
-    _show(sections)
+    show_report(sections)
     return int(any(f.state == "bad" for findings in sections.values() for f in findings))
 
 
@@ -275,13 +275,17 @@ def _reduce_on(kind: Kind) -> str:
 
 def _reduce(rank: int) -> list[tuple[float, float]]:
     """(seconds of the first call, median of later calls) of an all_reduce of each test size."""
-    return [_seconds_for(rank, items, calls) for _, items, calls in _TEST_SIZES]
+    return [seconds_for(rank, _TEST_RANKS, items, calls) for _, items, calls in _TEST_SIZES]
 
 
-def _seconds_for(rank: int, items: int, calls: int) -> tuple[float, float]:
+def seconds_for(rank: int, ranks: int, items: int, calls: int) -> tuple[float, float]:
+    """Seconds of the first all_reduce of ``items`` floats, and the median of ``calls`` others.
+
+    Raises RuntimeError if the sum is wrong. Collective.
+    """
     tensor = torch.full((items,), float(rank + 1))
     first = _seconds(tensor)
-    expected = sum(range(1, _TEST_RANKS + 1))
+    expected = ranks * (ranks + 1) // 2
     if not bool((tensor == expected).all()):
         raise RuntimeError(f"the sum of ranks is wrong: {tensor[:4].tolist()}, not {expected}")
     return first, statistics.median(_seconds(tensor) for _ in range(calls))
@@ -370,7 +374,8 @@ def _hybrid() -> ReportLine:
 _MARKS: Final[dict[State, str]] = {"yes": "[green]✓[/]", "no": "[dim]-[/]", "bad": "[bold red]✗[/]"}
 
 
-def _show(sections: Mapping[str, Sequence[ReportLine]]) -> None:
+def show_report(sections: Mapping[str, Sequence[ReportLine]]) -> None:
+    """Print a report, as a table with a section for each title."""
     # Slow to import, and only this function draws.
     from rich.console import Console
     from rich.markup import escape
