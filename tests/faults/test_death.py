@@ -22,6 +22,9 @@ from tilework.errors import PeerLostError
 TOLD = re.compile(r"(\[[\d, ]*\]|barrier).*group 'default'.*#\d+", re.DOTALL)
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
+
+
 def assert_told(heard: SeenError, victim: int, died: float) -> None:
     """Every survivor hears soon, and of the right rank."""
     assert heard.kind is PeerLostError, heard
@@ -74,13 +77,14 @@ def test_exit_at_a_random_moment(seed: int, tmp_path: Path) -> None:
             assert rank.hear() == [2.0] * 3
 
 
+@BACKENDS
 @pytest.mark.parametrize("seed", range(4))
-def test_two_die_at_once(seed: int, tmp_path: Path) -> None:
+def test_two_die_at_once(seed: int, backend: str, tmp_path: Path) -> None:
     draw = random.Random(200 + seed)
     victims = set(draw.sample(range(4), 2))
 
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 4, tmp_path / "store")
+        store = join(rank, 4, tmp_path / "store", backend=backend)
         say("ready")
         say(until_error(lambda turn: dist.all_reduce(torch.ones(1000))))
         leave(store)
@@ -97,13 +101,14 @@ def test_two_die_at_once(seed: int, tmp_path: Path) -> None:
             assert heard.when - died < PROMPTLY
 
 
+@BACKENDS
 @pytest.mark.parametrize("seed", range(4))
-def test_kill_9_in_the_middle_of_a_large_operation(seed: int, tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_of_a_large_operation(seed: int, backend: str, tmp_path: Path) -> None:
     draw = random.Random(300 + seed)
     victim = draw.randrange(3)
 
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 3, tmp_path / "store")
+        store = join(rank, 3, tmp_path / "store", backend=backend)
         tensor, parts = torch.ones(3_000_000), torch.ones(1_000_000)
         say("ready")
         if seed % 2:
@@ -121,9 +126,10 @@ def test_kill_9_in_the_middle_of_a_large_operation(seed: int, tmp_path: Path) ->
             assert_told(rank.hear(), victim, died)
 
 
-def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
+@BACKENDS
+def test_a_rank_that_leaves_while_needed(backend: str, tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 3, tmp_path / "store")
+        store = join(rank, 3, tmp_path / "store", backend=backend)
         dist.barrier()
         say(time.monotonic())
         if rank != 1:
@@ -140,9 +146,10 @@ def test_a_rank_that_leaves_while_needed(tmp_path: Path) -> None:
             assert "5, 7" in heard.text
 
 
-def test_death_while_a_message_is_awaited(tmp_path: Path) -> None:
+@BACKENDS
+def test_death_while_a_message_is_awaited(backend: str, tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 2, tmp_path / "store")
+        store = join(rank, 2, tmp_path / "store", backend=backend)
         say("ready")
         if rank == 1:
             signal.pause()
@@ -157,9 +164,10 @@ def test_death_while_a_message_is_awaited(tmp_path: Path) -> None:
         assert_told(ranks[0].hear(), 1, died)
 
 
-def test_death_of_a_bystander_does_not_disturb_a_sub_group(tmp_path: Path) -> None:
+@BACKENDS
+def test_death_of_a_bystander_does_not_disturb_a_sub_group(backend: str, tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 3, tmp_path / "store")
+        store = join(rank, 3, tmp_path / "store", backend=backend)
         group = dist.new_group([0, 1])
         say("ready")
         if rank == 2:

@@ -33,10 +33,16 @@ class SeenError:
     when: float
 
 
-def join(rank: int, n: int, folder: Path, timeout: timedelta = timedelta(seconds=20)) -> dist.Store:
+def join(
+    rank: int,
+    n: int,
+    folder: Path,
+    timeout: timedelta = timedelta(seconds=20),
+    backend: str = "shm",
+) -> dist.Store:
     """Make the default group."""
     store = dist.FileStore(os.fspath(folder), n)
-    dist.init_process_group("shm", store=store, rank=rank, world_size=n, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=timeout)
     return store
 
 

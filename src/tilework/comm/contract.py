@@ -380,9 +380,6 @@ class ProcessGroup(_Slots):
     takes_rows: bool = False
     #: True if operations copy all data that they move, whatever the size.
     holds_copies: bool = False
-    #: True for a group of a mesh. There, a backend that does not always compare calls of ranks must
-    #: compare them, since operators of DTensors communicate unseen.
-    of_mesh: bool = False
     #: The promises of the contract that the backend does not keep.
     lacks: ClassVar[frozenset[Capability]] = frozenset()
 

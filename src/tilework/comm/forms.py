@@ -264,8 +264,6 @@ class Operation:
     is_async: bool = False
     #: The provenance digest that all ranks must have in common; 0: none.
     provenance: int = 0
-    #: True to compare calls of ranks also on engines that do not always do so.
-    compared: bool = False
     #: The label of the caller's dtype and shape; see :mod:`.labels`.
     label: int = 0
     #: Stand-ins for non-contiguous outputs: (the user's tensor, a contiguous stand-in).

@@ -82,12 +82,11 @@ class MeshGrid(TorchMeshNames):
 
     def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
         group = get_default_group()
-        if backend is not None or sorted(ranks) != list(range(group.size())):
-            made = new_group(ranks, backend=backend, use_local_synchronization=True)
-            assert isinstance(made, ProcessGroup)
-            group = made
-        group.of_mesh = True
-        return group
+        if backend is None and sorted(ranks) == list(range(group.size())):
+            return group
+        made = new_group(ranks, backend=backend, use_local_synchronization=True)
+        assert isinstance(made, ProcessGroup)
+        return made
 
     @property
     def mesh(self) -> Tensor:

@@ -13,16 +13,21 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tilework.comm.backends.control_channel import ControlChannel
+from tilework.comm.backends.hybrid.host_ranks import Hosts
+from tilework.comm.backends.hybrid.meeting_engine import Connections, Link
 from tilework.comm.backends.torch import torch_engines
+from tilework.comm.backends.torch.compared_engine import ComparedEngine
+from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import CALLS
-from tilework.comm.backends.torch.torch_engines import GlooGroup, NcclGroup, TorchEngine
+from tilework.comm.backends.torch.torch_engines import GlooGroup, NcclGroup
 from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.forms import Operation
 from tilework.testing import run_ranks
 
 
-class RecordingEngine(TorchEngine):
-    """An engine that moves nothing, and whose operations on the CPU last until ``go``."""
+class RecordingMover(Mover):
+    """A mover that moves nothing, and whose operations on the CPU last until ``go``."""
 
     def __init__(self, request: dist.DistributedBackendOptions) -> None:
         super().__init__(None, request, "gloo")
@@ -38,7 +43,7 @@ class RecordingEngine(TorchEngine):
         if device == "cpu":
             assert self.go.wait(120)
         self.note(device)
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda limit: None)
 
     def interrupt(self) -> None:
         """Do nothing: there are no connections."""
@@ -51,20 +56,23 @@ def request_() -> dist.DistributedBackendOptions:
 
 
 @pytest.fixture
-def engine(request_: dist.DistributedBackendOptions) -> RecordingEngine:
-    return RecordingEngine(request_)
+def mover(request_: dist.DistributedBackendOptions) -> RecordingMover:
+    return RecordingMover(request_)
 
 
 @pytest.fixture
 def group(
     request_: dist.DistributedBackendOptions,
-    engine: RecordingEngine,
+    mover: RecordingMover,
     monkeypatch: pytest.MonkeyPatch,
 ) -> GlooGroup:
+    link = Link("gloo", None, mover.interrupt)
+    connections = Connections(ControlChannel({}), {}, link, None)
+    engine = ComparedEngine(mover, "off", Hosts(((0,), (1,)), 0), (0, 1), connections)
     group = GlooGroup(engine, request_)
     group.devices = ("cpu", "meta")
     group.global_ranks = (0, 1)
-    stream = SimpleNamespace(synchronize=lambda: engine.note("synchronized"))
+    stream = SimpleNamespace(synchronize=lambda: mover.note("synchronized"))
     module = SimpleNamespace(current_stream=lambda device: stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return group
@@ -72,19 +80,19 @@ def group(
 
 @pytest.mark.parametrize("later", [False, True], ids=["blocking", "asynchronous"])
 def test_calls_for_a_device_run_on_the_calling_thread(
-    later: bool, engine: RecordingEngine, group: GlooGroup
+    later: bool, mover: RecordingMover, group: GlooGroup
 ) -> None:
     """Streams are current on a thread, so a call waits there for what is queued before it."""
     before = group.allreduce([torch.ones(2)], dist.Options(asyncOp=True))
-    threading.Timer(0.1, engine.go.set).start()
+    threading.Timer(0.1, mover.go.set).start()
     x = torch.ones(2, device="meta")
     work = group.allreduce([x], dist.Options(asyncOp=later))
     assert work.is_completed()
     assert work.result()[0] is x
     assert before.wait()
     me = threading.current_thread()
-    assert [event for event, _ in engine.events] == ["cpu", "meta", *["synchronized"] * later]
-    assert [thread is me for _, thread in engine.events] == [False, True, *[True] * later]
+    assert [event for event, _ in mover.events] == ["cpu", "meta", *["synchronized"] * later]
+    assert [thread is me for _, thread in mover.events] == [False, True, *[True] * later]
     group.close()
 
 
@@ -157,12 +165,15 @@ Last error:
 Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"""
 
 
-def test_a_gpu_of_two_ranks_is_named_with_a_remedy(engine: RecordingEngine) -> None:
-    def fail() -> None:
+def test_a_gpu_of_two_ranks_is_named_with_a_remedy(
+    mover: RecordingMover, group: GlooGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(operation: Operation) -> None:
         raise RuntimeError(_SHARED)
 
+    monkeypatch.setattr(mover, "call", fail)
     with pytest.raises(dist.DistBackendError, match="Duplicate GPU detected : rank 0") as caught:
-        engine.blocking(fail)
+        group.allreduce([torch.ones(2)])
     assert "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))" in str(caught.value)
     assert "NCCL error in" in str(caught.value)
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from torch import Tensor
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.threads.reference import combine
+from tilework.comm.backends.torch.compared_engine import ComparedEngine, compared
+from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import OF_TRUTH, kind_of
-from tilework.comm.backends.torch.torch_engines import EngineGroup, TorchEngine
-from tilework.comm.capabilities import Capability
+from tilework.comm.backends.torch.torch_engines import EngineGroup
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.forms import Operation, op_type, split_parts
@@ -144,17 +145,16 @@ class MpiWork:
         self._status = link.mpi.Status()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Poll until all requests have ended. Raise RuntimeError at the time limit, or if the group
-        was aborted or closed.
+        """Poll until all requests have ended. Raise RuntimeError at the time limit, after which the
+        caller may wait again, or if the group was aborted or closed.
         """
         seconds = self._limit if limit is None else limit.total_seconds()
         begun = time.monotonic()
         while not self.ended():
             took = time.monotonic() - begun
-            if took > seconds:
-                self._link.abort()
-            if (self._link.closed or self._link.is_told()) and not self.ended():
-                _abandoned.append(self)
+            if (took > seconds or self._link.closed) and not self.ended():
+                if self not in _abandoned:
+                    _abandoned.append(self)
                 why = f"timed out after {took:.2f} s" if took > seconds else "aborted"
                 raise RuntimeError(f"{why} while waiting for other ranks")
             if took < _BUSY_SECONDS:
@@ -200,16 +200,12 @@ class MpiLink:
     Args:
         comm: A communicator that nothing else uses.
         limit: The time limit of waits that are given none.
-        notes: The communicator by which ranks report that the group was aborted; None if
-            they have other ways.
     """
 
-    def __init__(self, comm: Any, limit: timedelta, notes: Any = None) -> None:
+    def __init__(self, comm: Any, limit: timedelta) -> None:
         self.mpi = _mpi()
         self.comm = comm
         self.closed = False
-        self._notes = notes
-        self._told: list[Any] = []
         self._limit = limit.total_seconds()
         self._tags = int(self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB))
 
@@ -266,17 +262,8 @@ class MpiLink:
         return getattr(self.mpi, known.get(name, f"{name.upper()}_T"))
 
     def abort(self) -> None:
-        """Make the waits of this rank fail, and those of the other ranks, too, if there is a
-        communicator for notes.
-        """
+        """Make the waits of this rank fail."""
         self.closed = True
-        if self._notes is not None and not self._told:
-            others = set(range(self._notes.Get_size())) - {self._notes.Get_rank()}
-            self._told = [self._notes.Isend(b"", rank, self._tags) for rank in others]
-
-    def is_told(self) -> bool:
-        """True if a note has arrived that another rank has aborted the group."""
-        return bool(self._notes and self._notes.Iprobe(self.mpi.ANY_SOURCE, self._tags))
 
     def close(self, is_unused: bool) -> None:
         """Make this rank's waits fail.
@@ -435,31 +422,27 @@ class _Requests:
 # -- the engine and its group -----------------------------------------------------------------
 
 
-class MpiEngine(TorchEngine):
-    """A rank's end of a group on MPI: a communicator for collectives, and another for messages."""
+class MpiMover(Mover):
+    """A communicator for collectives, and another for messages."""
 
     def __init__(self, request: DistributedBackendOptions) -> None:
         comm = connect(request)
-        super().__init__(MpiLink(comm, request.timeout, comm), request, "mpi")
-        self._collectives: MpiLink | None = MpiLink(comm.Dup(), request.timeout, comm)
+        super().__init__(MpiLink(comm, request.timeout), request, "mpi")
+        self._collectives: MpiLink | None = MpiLink(comm.Dup(), request.timeout)
 
     def call(self, operation: Operation) -> MpiWork:
         assert self._collectives is not None
-        # Without this check, data that others sent before they failed would look like success. A
-        # first look may only fetch the note.
-        if self._collectives.is_told() or self._collectives.is_told():
-            raise RuntimeError("aborted by another rank")
         return _Requests(self._collectives, operation, self.rank).start()
 
     def interrupt(self) -> None:
-        for link in (self._backend, self._collectives):
+        for link in (self.backend, self._collectives):
             if link is not None:
                 link.abort()
 
     def release(self) -> None:
         if self._collectives is not None:
             self._collectives.close(is_unused=True)
-            self._backend.close(is_unused=False)
+            self.backend.close(is_unused=False)
         self._collectives = None
         super().release()
 
@@ -467,9 +450,7 @@ class MpiEngine(TorchEngine):
 class MpiGroup(EngineGroup):
     """A process group on mpi4py."""
 
-    lacks: ClassVar[frozenset[Capability]] = EngineGroup.lacks - {Capability.PROVENANCE}
-
-    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
+    def __init__(self, engine: ComparedEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request)
         self.devices = ("cpu",)
 
@@ -483,4 +464,4 @@ class MpiGroup(EngineGroup):
 
 def create_mpi_group(request: DistributedBackendOptions, options: object) -> ProcessGroup:
     """Make a group on mpi4py. Collective over its ranks."""
-    return MpiGroup(MpiEngine(request), request)
+    return MpiGroup(compared(MpiMover(request), request), request)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, get_args
 
 import torch
 from torch import Tensor
 
-from tilework.comm.forms import FORMS, Kind, Operation, Parts, op_type
+from tilework.comm.forms import (
+    FORMS,
+    MANY_INPUTS,
+    MANY_OUTPUTS,
+    Kind,
+    Operation,
+    Parts,
+    op_type,
+)
 
 # Engines see complex numbers as pairs, float8 as bytes, and a shape only as a size.
 
@@ -126,29 +135,66 @@ _FIELDS = (
 _LABEL = 4
 #: Headers are signed numbers of 64 bits.
 _MOST = 0x7FFF_FFFF_FFFF_FFFF
-#: The count for kinds that compare shapes instead.
-_NOTHING = -1
+#: The count for kinds that compare shapes instead; and in facts, of parts of different sizes.
+_NOTHING, _UNEVEN = -1, -2
+_FACTS: Final = struct.Struct(f"={len(_FIELDS) + 1}q")
 
 
-def header_length(size: int) -> int:
-    """The number of ints in the header of an operation, in a group of ``size`` ranks."""
-    return len(_FIELDS) + 2 * size
+def compare_calls(
+    operation: Operation, rank: int, size: int, gather: Callable[[bytes], bytes]
+) -> tuple[tuple[int, ...], str]:
+    """Compare this rank's operation with those of all ranks, and return what :func:`disagreement`
+    does. Collective.
+
+    Equal facts of a fixed size prove that calls agree. Only where they differ, or where a rank has
+    parts of different sizes, whole headers follow.
+
+    Args:
+        gather: Returns the bytes of all ranks, in order of the ranks, for this rank's.
+    """
+    count = _common_count(operation, size)
+    own = _FACTS.pack(*_fields(operation), count)
+    if gather(own) == own * size and count != _UNEVEN:
+        return (), ""
+    layout = struct.Struct(f"={len(_FIELDS) + 2 * size}q")
+    gathered = gather(layout.pack(*header_of(operation, rank, size)))
+    return disagreement([*layout.iter_unpack(gathered)])
+
+
+def _common_count(op: Operation, size: int) -> int:
+    """The elements for each rank, if all parts that this rank knows of have as many."""
+    if op.kind in _ELEMENTWISE:
+        return _NOTHING
+    counts = {
+        parts.numel() // (size if op.kind in many else 1)
+        for parts, many in ((op.inputs, MANY_INPUTS), (op.outputs, MANY_OUTPUTS))
+        if isinstance(parts, Tensor)
+    }
+    for parts in (op.inputs, op.outputs):
+        if not isinstance(parts, Tensor):
+            counts.update([part.numel() for part in parts])
+    if not counts:
+        return _NOTHING
+    return counts.pop() if len(counts) == 1 else _UNEVEN
 
 
 def header_of(operation: Operation, rank: int, size: int) -> Header:
     """The header of this rank's operation: the numbers by which ranks compare calls, such as codes
     of kind and dtype, the root, and sizes.
     """
-    return [
+    counts = *_counts_sent(operation, rank, size), *_counts_expected(operation, rank, size)
+    return [*_fields(operation), *counts]
+
+
+def _fields(operation: Operation) -> tuple[int, ...]:
+    return (
         _KINDS[operation.kind],
         _dtype_code(operation.dtype),
         _REDUCTIONS[op_type(operation.reduce_op)],
         operation.root,
         operation.label & _MOST,
         operation.provenance & _MOST,
-        *_counts_sent(operation, rank, size),
-        *_counts_expected(operation, rank, size),
-    ]
+    )
 
 
 def _dtype_code(dtype: torch.dtype | None) -> int:

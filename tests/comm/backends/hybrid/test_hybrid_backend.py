@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends.hybrid import hosts, hybrid_engine
-from tilework.comm.backends.hybrid.hosts import Hosts
+from tilework.comm.backends.hybrid import hosts, meeting_engine
+from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
 from tilework.comm.backends.shm import shm_backend
+from tilework.comm.backends.torch.torch_engines import GlooGroup
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.base import GroupSuite, inside
-from tilework.testing.groups.disagreement import TimeoutSuite
+from tilework.testing.groups.disagreement import MismatchSuite, TimeoutSuite
 from tilework.testing.groups.messages import MessageSuite
 from tilework.testing.groups.moves import BroadcastSuite, GatherSuite
 from tilework.testing.groups.reductions import AllReduceSuite, ReduceSuite
@@ -91,6 +92,19 @@ class TestThreeHosts(BroadcastSuite, GatherSuite, AllReduceSuite, ReduceSuite, W
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
         return hybrid(n, fn)
+
+
+class TestGlooOnTwoHosts(OnTwoHosts, MismatchSuite, TimeoutSuite, MessageSuite):
+    """Headers cross by the same meeting; Gloo moves the data of all ranks."""
+
+    group_type = GlooGroup
+    world_sizes = (3,)
+    both_forms = False
+    dtypes = (torch.float32,)
+    large = 50_001
+
+    def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
+        return run_ranks(n, fn, backend="gloo", timeout=LIMIT)
 
 
 def test_reductions_run_within_hosts_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +206,7 @@ def test_what_a_rank_sent_before_it_left_is_read(
     monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     pretend(monkeypatch, lambda rank: rank)
-    read, late = hybrid_engine._read, threading.local()
+    read, late = meeting_engine._read, threading.local()
 
     def read_late(line: socket.socket, memory: memoryview) -> int | None:
         engine = getattr(late, "engine", None)
@@ -205,7 +219,7 @@ def test_what_a_rank_sent_before_it_left_is_read(
             late.engine = None
         return 0
 
-    monkeypatch.setattr(hybrid_engine, "_read", read_late)
+    monkeypatch.setattr(meeting_engine, "_read", read_late)
 
     def body(rank: int) -> None:
         dist.barrier()

@@ -29,18 +29,19 @@ def _two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda rank: rank % 2)
 
 
-def join(
-    rank: int, n: int, path: Path, timeout: timedelta = timedelta(seconds=120)
-) -> dist.FileStore:
+LIMIT = timedelta(seconds=120)
+
+
+def join(rank: int, n: int, path: Path, backend: str = "hybrid") -> dist.FileStore:
     store = dist.FileStore(os.fspath(path), n)
-    dist.init_process_group("hybrid", store=store, rank=rank, world_size=n, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=LIMIT)
     return store
 
 
-def warm_up(rank: int, path: Path) -> Holdings:
+def warm_up(rank: int, path: Path, backend: str) -> Holdings:
     """Have a group once, so that only what every further group leaves behind counts."""
-    leave(join(0, 1, path.with_name(f"alone {rank}")))
-    store = join(rank, 4, path.with_name("warm"))
+    leave(join(0, 1, path.with_name(f"alone {rank}"), backend))
+    store = join(rank, 4, path.with_name("warm"), backend)
     dist.all_reduce(torch.ones(1))
     dist.barrier()
     leave(store)
@@ -48,14 +49,16 @@ def warm_up(rank: int, path: Path) -> Holdings:
     return Holdings.now()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_kill_9_at_a_random_moment(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "seed"), [*(("hybrid", seed) for seed in range(8)), ("gloo", 1), ("gloo", 2)]
+)
+def test_kill_9_at_a_random_moment(backend: str, seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     victim = draw.randrange(4)
 
     def story(rank: int, say: Say) -> None:
-        before = warm_up(rank, tmp_path / "first")
-        store = join(rank, 4, tmp_path / "first")
+        before = warm_up(rank, tmp_path / "first", backend)
+        store = join(rank, 4, tmp_path / "first", backend)
         say("ready")
         say(until_error(lambda turn: run_program(random_steps(4, 1000 * seed + turn), rank)))
         leave(store)

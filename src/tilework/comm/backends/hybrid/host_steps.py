@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.hybrid.hosts import Hosts
+from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.threads.reference import combine
 from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
 from tilework.comm.forms import Kind, Operation, Parts, op_type, split_parts

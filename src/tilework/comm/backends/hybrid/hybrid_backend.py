@@ -11,26 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
 from tilework.comm.backend import Backend, DistributedBackendOptions
-from tilework.comm.backends.control_channel import ControlChannel, connect_all
-from tilework.comm.backends.hybrid.hosts import Hosts, share_memory
-from tilework.comm.backends.hybrid.hybrid_engine import (
-    LOOK_SECONDS,
-    Connections,
-    HybridEngine,
-    Link,
-)
+from tilework.comm.backends.hybrid.hosts import share_memory
+from tilework.comm.backends.hybrid.hybrid_engine import HybridEngine
+from tilework.comm.backends.hybrid.meeting_engine import Connections, Link, connect_hosts
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import reachable_address
+from tilework.comm.backends.torch.movers import end_connections
 from tilework.comm.backends.torch.torch_engines import (
     check_available,
-    end_connections,
     make_gloo_backend,
 )
 from tilework.comm.capabilities import Capability
@@ -73,36 +67,14 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
     address = reachable_address(request.store)
     with contextlib.ExitStack() as undo:
         undo.callback(shared.close)
-        control = ControlChannel(connect_all(request, address))
-        undo.callback(control.close)
-        leaders = _connect_leaders(request, hosts, address)
-        for leader in leaders.values():
-            undo.callback(leader.close)
-        connections = Connections(control, leaders, _LINKS[name](request, address))
+        control, leaders = connect_hosts(request, hosts, undo)
+        link = _LINKS[name](request, address)
+        connections = Connections(control, leaders, link, shared.engine)
         undo.pop_all()
     if shared.registers is not None:
         shared.registers.leave(shared.rank())  # one host's registers; this group's is in the store
-    engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections)
+    engine = HybridEngine(hosts, request.global_ranks_in_group, connections)
     return HybridGroup(engine, request)
-
-
-def _connect_leaders(
-    request: DistributedBackendOptions, hosts: Hosts, address: str
-) -> dict[int, socket.socket]:
-    if hosts.local_rank:
-        return {}
-    leaders = [ranks[0] for ranks in hosts.ranks]
-    among_leaders = replace(
-        request,
-        store=PrefixStore("leaders", request.store),
-        group_rank=hosts.index,
-        group_size=len(leaders),
-        global_ranks_in_group=tuple(request.global_ranks_in_group[rank] for rank in leaders),
-    )
-    connections = connect_all(among_leaders, address)
-    for connection in connections.values():
-        connection.settimeout(LOOK_SECONDS)
-    return connections
 
 
 def _connect_gloo(request: DistributedBackendOptions, address: str) -> Link:

@@ -1,17 +1,11 @@
-"""A rank's end of a hybrid group: its operations, and the frames from other ranks.
+"""A rank's end of a hybrid group: collectives in shared memory and over a link to other hosts.
 
 See :mod:`.hybrid_backend`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,210 +14,45 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance_digest
-from tilework.comm.backends.completion import PythonCompletion, TorchCompletion
-from tilework.comm.backends.control_channel import ControlChannel, FrameKind
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
+from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.host_steps import STEPS
-from tilework.comm.backends.hybrid.hosts import Hosts
-from tilework.comm.backends.hybrid.messages import PointToPoint, TransferWaits
-from tilework.comm.backends.native import NativeGroup
-from tilework.comm.backends.operation_header import disagreement, header_length, header_of
-from tilework.comm.backends.python_engine import PythonEngine, poll
+from tilework.comm.backends.hybrid.meeting_engine import COLLECTIVES, Connections, MeetingEngine
+from tilework.comm.backends.shm.shm_group import ShmEngine
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.forms import Kind, Operation, Parts
 from tilework.comm.reduce_op import AnyReduceOp
 
-#: Seconds between looks of a rank that waits for another host.
-LOOK_SECONDS = 0.05
-#: Seconds that a failing rank waits for other hosts to report causes, or missing ranks.
-_ASK_SECONDS = 0.3
-_MISSING_SECONDS = 0.15
-#: Seconds that a transfer has to end by itself after its connection was ended.
-_GRACE_SECONDS = 0.2
-#: Extra seconds of a rank whose leader waits for other hosts: the leader gives up first.
-_LEADER_SECONDS = 1.5
-#: The link's tag for collectives; messages use the following tags, one each.
-_COLLECTIVES = 0
 
-
-@dataclass(frozen=True)
-class Connections:
-    """The connections of a rank of a hybrid group to the other ranks."""
-
-    #: Carries messages about operations to all ranks, also of other hosts.
-    control: ControlChannel
-    #: On the first rank of a host: connections to the other hosts' first ranks, by host.
-    leaders: dict[int, socket.socket]
-    #: Moves the elements of tensors between hosts.
-    link: Link
-
-
-@dataclass(frozen=True)
-class Link:
-    """The object that moves tensors between hosts, with its name and a way to end its waits."""
-
-    #: The name of the backend, for messages.
-    name: str
-    #: torch's Gloo object, or an object with the same ``send`` and ``recv``.
-    backend: Any
-    #: Makes every wait on the link fail.
-    end: Callable[[], object]
-
-
-class HybridEngine(PythonEngine):
+class HybridEngine(MeetingEngine):
     """A rank's end of a hybrid group: shared memory on the host, a control channel to all ranks,
     and a link to other hosts.
     """
 
     name = "hybrid"
+    _shm: ShmEngine
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        global_ranks: Sequence[int],
-        shared: NativeGroup,
-        connections: Connections,
-    ) -> None:
-        super().__init__(hosts.me, global_ranks)
-        self.hosts = hosts
-        self._shm = shared.engine
-        self._control = connections.control
-        self._leaders = connections.leaders
-        self._link: Link | None = connections.link
-        self._link_name = connections.link.name
-        self._messages = PointToPoint(self)
-        self._changed = threading.Condition()
-        self._performed = 0
-        self._deadline = 0.0
-        self._sent_bytes = 0
-        self._last = "nothing yet"
+    def __init__(self, hosts: Hosts, global_ranks: Sequence[int], connections: Connections) -> None:
         #: The transfers of the running operation.
         self._in_flight: list[_Transfers] = []
-        #: Held while connections of Gloo are ended: two threads at once may leave some open.
-        self._ending = threading.Lock()
-        #: The time of the first end of connections.
-        self._ended_at: float | None = None
-        self._waits = TransferWaits()
-        self._left: set[int] = set()
-        self._died: dict[int, float] = {}
-        #: The number and the name of the last operation that the rank's own thread waited in.
-        self._current = (0, "")
-        #: By rank: the operation that the rank waits in, by its own answer.
-        self._answers: dict[int, tuple[int, str]] = {}
-        self._failures: list[str | None] = [None] * self.size
-        #: By host: the missing ranks there, as reported by ranks of that host.
-        self._missing: dict[int, list[int]] = {}
-        self._control.start(self, f"tilework-control-{hosts.me}")
-
-    # -- collectives ---------------------------------------------------------------------
+        super().__init__(hosts, global_ranks, connections)
 
     def perform(self, operation: Operation) -> None:
-        self.check_open()
-        self._deadline = time.monotonic() + operation.timeout
-        self._performed += 1
+        self.begin(operation)
         # Only the header carries the digest; the steps within a host do not.
         with torch.inference_mode(), provenance_digest.carrying(0):
             step = STEPS[operation.kind](self, operation)
             try:
                 next(step)
-                self._meet(operation)
+                self.meet(operation)
                 next(step, None)
             finally:
                 for transfers in self._in_flight:
                     transfers.forget()
                 self._in_flight.clear()
 
-    def _meet(self, operation: Operation) -> None:
-        """Compare headers (descriptions of the operation) with all other ranks; raise Fault unless
-        all agree.
-        """
-        hosts, length = self.hosts, header_length(self.size)
-        memory = bytearray(8 * length * len(hosts.local))
-        gathered = torch.frombuffer(memory, dtype=torch.int64).view(-1, length)
-        own = torch.tensor(header_of(operation, self.rank, self.size), dtype=torch.int64)
-        try:
-            self.local("all_gather", [own], gathered)
-        except Fault as fault:
-            kind, ranks, detail = fault.args
-            if kind != "timeout":
-                raise
-            raise Fault(kind, self._absent(ranks), detail) from None
-        headers = torch.empty((self.size, length), dtype=torch.int64)
-        if hosts.local_rank == 0:
-            headers[list(hosts.local)] = gathered
-            self._exchange(memory, headers)
-        else:
-            self._deadline += _LEADER_SECONDS
-        self.local("broadcast", (), [headers], root=0)
-        at_fault, why = disagreement(headers.tolist())
-        if at_fault:
-            raise Fault("mismatch", at_fault, why)
-        self._last = f"#{self._performed} {operation.title or operation.kind}"
-
-    def _exchange(self, own: bytearray, headers: Tensor) -> None:
-        """Send this host's headers ``own`` to the leaders (first ranks) of the other hosts, and
-        receive theirs into ``headers``. Runs on leaders only.
-        """
-        hosts = self.hosts
-        for host in hosts.others:
-            with contextlib.suppress(OSError):  # the wait below notices a lost rank
-                self._leaders[host].sendall(own)
-        for host in hosts.others:
-            ranks = list(hosts.ranks[host])
-            theirs = bytearray(8 * len(ranks) * header_length(self.size))
-            self._await_headers(host, memoryview(theirs))
-            headers[ranks] = torch.frombuffer(theirs, dtype=torch.int64).view(len(ranks), -1)
-
-    def _await_headers(self, host: int, memory: memoryview) -> None:
-        """Read the headers of ``host`` from the leader there until ``memory`` is full. Raise Fault
-        if the time is up, or if a needed rank is lost.
-        """
-        line, begun = self._leaders[host], time.monotonic()
-        lost_at: float | None = None
-        while memory:
-            self.check_open()
-            lost = self._lost(self.hosts.ranks[host][0])
-            if lost and lost_at is None:
-                lost_at = time.monotonic()
-            count = _read(line, memory)
-            memory = memory[count or 0 :]
-            now = time.monotonic()
-            # The leader's last headers may arrive after the news of the loss, which
-            # took another connection. Read to the end; a cut connection has no end, so
-            # read for a while.
-            if lost_at is not None and (
-                count is None or (not count and now - lost_at > _ASK_SECONDS)
-            ):
-                self.check_open()  # if the group ended first, raises that
-                raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
-            if memory and now > self._deadline:
-                raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
-
-    def _lost(self, leader: int) -> list[int]:
-        """The ranks whose loss ends the wait for ``leader``: ``leader`` itself if it is gone, else
-        ranks that died a while ago.
-        """
-        if leader in self._left or leader in self._died:
-            return [leader]
-        now = time.monotonic()
-        # Another rank that died may have finished before.
-        return [rank for rank, when in [*self._died.items()] if now - when > _ASK_SECONDS]
-
-    def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
-        """All missing ranks: ``here``, which are missing on this host, and those that other hosts
-        report. All ranks of a host that reports nothing count as missing.
-        """
-        others = self.hosts.others
-        self._control.send_all(FrameKind.MISSING, json.dumps(list(here)).encode())
-        poll(
-            lambda: self.aborted() is not None or len(self._missing) == len(others),
-            _MISSING_SECONDS,
-        )
-        self.check_open()
-        missing = set(here)
-        for host in others:
-            missing.update(self._missing.get(host, self.hosts.ranks[host]))
-        return tuple(sorted(missing))
+    def is_moving(self) -> bool:
+        return bool(self._in_flight)
 
     def local(
         self,
@@ -233,250 +62,28 @@ class HybridEngine(PythonEngine):
         reduce_op: AnyReduceOp | None = None,
         root: int = 0,
     ) -> None:
-        limit = max(self._deadline - time.monotonic(), 0.001)
-        operation = Operation(kind, inputs, outputs, reduce_op, root, limit)
+        operation = Operation(kind, inputs, outputs, reduce_op, root, self.left_seconds())
         try:
             self._shm.run(operation)
         except self._shm.fault_type as fault:
             raise Fault(*self._from_local(fault.args)) from None
 
-    def _from_local(self, fault: tuple[Any, ...]) -> FaultArgs:
-        """Translate a fault of this host's shm group into a fault of the hybrid group, with the
-        ranks of the hybrid group.
-        """
-        kind, ranks, detail = fault
-        if self.closed or kind == "closed":
-            return ("closed", (self.rank,), "")
-        on_host = self._shm.aborted()
-        if kind == "aborted" and on_host is not None:
-            by, _, text = on_host[2].partition(":")
-            self.note_abort(int(by), on_host[1], text)
-        abortion = self.aborted()
-        if abortion is not None:
-            return ("aborted", (abortion[0],), abortion[2])
-        return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
-
     def transfers(self) -> _Transfers:
         self._in_flight.append(_Transfers(self))
         return self._in_flight[-1]
 
-    def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
-        """Begin to move ``memory`` between this rank and ``rank`` over the link; return torch's
-        Work.
-
-        Args:
-            way: "send" or "recv".
-            memory: A tensor of bytes.
-            rank: The group rank at the other end.
-            tag: The tag of the transfer.
-        """
-        self._sent_bytes += memory.nbytes if way == "send" else 0
-        if self._link is None:
-            raise RuntimeError("closed")
-        return getattr(self._link.backend, way)([memory], rank, tag)
-
-    def left_seconds(self) -> float:
-        """The seconds until the running operation times out, at least 0.1."""
-        return max(self._deadline - time.monotonic(), 0.1)
-
-    def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
-        """Run ``act``, a call into the link about a transfer with ``peer``; return the fault if it
-        fails, else None.
-        """
-        try:
-            act()
-        except RuntimeError as error:
-            return self._why(error, peer)
-        return None
-
-    def await_transfer(self, wait: Callable[[], object], peer: int) -> FaultArgs | None:
-        """Run ``wait``, which waits for a transfer with ``peer``; return the fault if it fails,
-        else None.
-        """
-        error = self._waits.run(wait, partial(self._is_gone, peer))
-        return None if error is None else self._why(error, peer)
-
-    def _is_gone(self, peer: int) -> bool:
-        """True if ``peer`` died, or this rank ended the link's connections, longer ago than a wait
-        may need to end by itself.
-        """
-        now, died = time.monotonic(), self._died.get(peer)
-        if died is not None and now - died > 2 * _ASK_SECONDS:
-            return True
-        return self._ended_at is not None and now - self._ended_at > _GRACE_SECONDS
-
-    def _why(self, error: RuntimeError, peer: int) -> FaultArgs:
-        poll(lambda: self.closed or self.aborted() is not None, 2 * _ASK_SECONDS)
-        try:
-            self.check_open()
-        except Fault as fault:
-            return fault.args
-        detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
-        ranks = tuple(self._died) or ((peer,) if peer >= 0 else ())
-        late = "timed out" in str(error).lower() and not self._died
-        return ("timeout" if late else "peer_lost", ranks, f"{self._link_name}: {detail}")
-
-    # -- messages ------------------------------------------------------------------------
-
-    def isend(
-        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
-    ) -> PythonCompletion:
-        return self._messages.send(tensor, dst, tag, timeout, label)
-
-    def irecv(
-        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
-    ) -> PythonCompletion:
-        return self._messages.receive(tensor, src, tag, timeout, label)
-
-    def announce(self, rank: int, announcement: bytes) -> None:
-        self._control.send(rank, FrameKind.ANNOUNCEMENT, announcement)
-
-    def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion:
-        return self._message("send", tensor, rank, number, timeout)
-
-    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion:
-        return self._message("recv", tensor, rank, number, timeout)
-
     def _message(
         self, way: str, tensor: Tensor, rank: int, number: int, timeout: float
     ) -> Completion:
-        if rank in self.hosts.local:
-            move = self._shm.isend if way == "send" else self._shm.irecv
-            try:
-                completion = move(tensor, self.hosts.local.index(rank), number, timeout)
-                completion.add_done_callback(lambda: self._shm.let_go(tensor))
-                return completion
-            except self._shm.fault_type as fault:
-                raise Fault(*self._from_local(fault.args)) from None
-        memory = as_bytes(tensor)
-        works: list[Any] = []
-        why = self.attempt(
-            lambda: works.append(self.start_transfer(way, memory, rank, _COLLECTIVES + 1 + number)),
-            rank,
-        )
-        if why is not None:
-            raise Fault(*why)
-        return TorchCompletion(
-            works.pop(), memory, timeout, partial(self.await_transfer, peer=rank)
-        )
-
-    def group_fault(self, completion: Completion) -> FaultArgs | None:
-        fault = completion.fault()
-        if fault is None or isinstance(completion, PythonCompletion):
-            return fault
-        return self._from_local(fault)
-
-    def unreachable(self, source: int) -> list[int]:
-        gone = self._left | set(self._died)
-        if source >= 0:
-            return [source] if source in gone else []
-        return sorted(gone) if len(gone) == self.size - 1 else []
-
-    def wake(self) -> None:
-        self._control.wake()
-
-    def departed(self) -> Sequence[int]:
-        return [*self._left, *self._died]
-
-    def publish_wait(self, number: int, name: str) -> None:
-        self._current = number, name
-
-    def blocked(self) -> Sequence[tuple[int, int, str]]:
-        self._control.send_all(FrameKind.QUESTION)  # answers arrive before the next look
-        return [
-            (rank, number, f"operation #{number} {name}")
-            for rank, (number, name) in sorted(self._answers.items())
-            if number > self._entered
-        ]
-
-    # -- frames of the control channel ---------------------------------------------------
-
-    def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None:
-        if kind is FrameKind.ANNOUNCEMENT:
-            self._messages.on_announcement(source, payload)
-            return
-        if kind is FrameKind.QUESTION:
-            self._control.send(source, FrameKind.ANSWER, json.dumps(self._current).encode())
-        if kind is FrameKind.ABORT:
-            self._abort_by(source, *json.loads(payload))
-        with self._changed:
-            if kind is FrameKind.FAILURE_REPORT:
-                self._failures[source] = payload.decode()
-            elif kind is FrameKind.MISSING:
-                self._missing[self.hosts.host_of(source)] = json.loads(payload)
-            elif kind is FrameKind.ANSWER:
-                number, name = json.loads(payload)
-                self._answers[source] = number, name
-            elif kind is FrameKind.GOODBYE:
-                self._left.add(source)
-            self._changed.notify_all()
-
-    def _abort_by(self, source: int, kind: str, text: str) -> None:
-        if self.note_abort(source, kind, text):
-            self._abort_locally(source, kind, text)
-            self.interrupt()
-
-    def on_disconnect(self, source: int) -> None:
-        with self._changed:
-            if source not in self._left:
-                self._died[source] = time.monotonic()
-                timer = threading.Timer(2 * _ASK_SECONDS, self._give_up, [self._performed])
-                timer.daemon = True
-                timer.start()
-            self._changed.notify_all()
-
-    def _give_up(self, number: int) -> None:
-        """End the link's connections if operation ``number`` is still waiting some time after a
-        rank was lost: Gloo does not notice a cut link.
-        """
-        if self._performed == number and self._in_flight and not self.closed:
-            self.interrupt()
-
-    def on_tick(self) -> bool:
-        return self._messages.end_receives()
-
-    # -- the end -------------------------------------------------------------------------
-
-    def last_entered(self) -> list[str]:
-        return [self._last] * self.size
-
-    def report_failure(self, text: str) -> None:
-        with self._changed:
-            self._failures[self.rank] = text
-        self._control.send_all(FrameKind.FAILURE_REPORT, text.encode())
-
-    def failure_reports(self, timeout: float) -> list[str | None]:
-        with self._changed:
-            self._changed.wait_for(lambda: None not in self._failures, timeout)
-            return list(self._failures)
-
-    def announce_abort(self, kind: str, text: str) -> None:
-        self._abort_locally(self.rank, kind, text)
-        self._control.send_all(FrameKind.ABORT, json.dumps([kind, text]).encode())
-
-    def _abort_locally(self, by: int, kind: str, text: str) -> None:
-        with contextlib.suppress(self._shm.fault_type):  # another thread closed it
-            self._shm.abort(kind, f"{by}:{text}")
-
-    def interrupt(self) -> None:
-        self._control.wake()
-        link = self._link
-        if link is not None:
-            with self._ending:
-                link.end()
-            if self._ended_at is None:
-                self._ended_at = time.monotonic()
-
-    def release(self) -> None:
-        self._control.send_all(FrameKind.GOODBYE)
-        self.interrupt()
-        self._shm.close()
-        self._messages.end_receives()
-        self._waits.close()
-        self._control.close()
-        for line in self._leaders.values():
-            line.close()
-        self._link = None
+        if rank not in self.hosts.local:
+            return super()._message(way, tensor, rank, number, timeout)
+        move = self._shm.isend if way == "send" else self._shm.irecv
+        try:
+            completion = move(tensor, self.hosts.local.index(rank), number, timeout)
+            completion.add_done_callback(lambda: self._shm.let_go(tensor))
+            return completion
+        except self._shm.fault_type as fault:
+            raise Fault(*self._from_local(fault.args)) from None
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -485,21 +92,6 @@ class HybridEngine(PythonEngine):
             "link_bytes": self._sent_bytes,
             "segment_bytes": self._shm.statistics()["segment_bytes"],
         }
-
-
-def _read(line: socket.socket, memory: memoryview) -> int | None:
-    """Read bytes from ``line`` into ``memory``; return their number. 0: none came within a short
-    wait; None: the connection has ended.
-    """
-    try:
-        count = line.recv_into(memory)
-    except TimeoutError:
-        return 0
-    except OSError:
-        count = 0
-    if not count:  # the other end is gone, which the control channel notices
-        time.sleep(LOOK_SECONDS)
-    return count or None
 
 
 def _wait(work: Any, memory: Tensor, limit: timedelta) -> None:
@@ -540,7 +132,7 @@ class _Transfers:
         memory = as_bytes(tensor)
 
         def begin() -> None:
-            work = self._engine.start_transfer(way, memory, rank, _COLLECTIVES)
+            work = self._engine.start_transfer(way, memory, rank, COLLECTIVES)
             self._works.append((rank, work, memory))
 
         return self._engine.attempt(begin, rank)

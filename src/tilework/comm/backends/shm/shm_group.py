@@ -158,6 +158,31 @@ class ShmEngine:
         share = nbytes // self._size
         return [(address + r * share, share) for r in range(self._size)]
 
+    def gather_bytes(self, own: bytes, timeout: float) -> bytes:
+        """The bytes of all ranks, which have the same length, in order. Collective; blocks."""
+        count = len(own)
+        memory = ctypes.create_string_buffer(own, count * (1 + self._size))
+        at = ctypes.addressof(memory)
+        outputs = [(at + count * (1 + rank), count) for rank in range(self._size)]
+        self._run_bytes("all_gather", [(at, count)], outputs, timeout)
+        return memory.raw[count:]
+
+    def spread_bytes(self, everyone: bytearray, timeout: float) -> None:
+        """Copy the bytes of rank 0 to all ranks. Collective; blocks."""
+        memory = (ctypes.c_char * len(everyone)).from_buffer(everyone)
+        span = [(ctypes.addressof(memory), len(everyone))]
+        self._run_bytes("broadcast", [], span, timeout)
+
+    def _run_bytes(
+        self,
+        kind: str,
+        inputs: list[tuple[int, int]],
+        outputs: list[tuple[int, int]],
+        timeout: float,
+    ) -> None:
+        none = self._reduce_ops["none"]
+        self.group.run(*(self._kinds[kind], self._bytes, none, 0, 1.0, inputs, outputs, 0, timeout))
+
     def last_entered(self) -> list[str]:
         return [
             f"#{header[0]} {header[1]}" if header[0] else "nothing yet"

@@ -5,7 +5,8 @@ Data that is only moved goes as bytes, so every dtype can.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -92,10 +93,19 @@ def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
     target = targets[0].new_empty(sum(part.numel() for part in targets))
     splits = [[part.numel() for part in parts] for parts in (targets, sources)]
     work = backend.alltoall_base(target, torch.cat(sources), *splits, options)
-    work.wait()
-    for part, came in zip(targets, torch.split(target, splits[0]), strict=True):
-        part.copy_(came)
-    return work
+    return _Copied(work, targets, torch.split(target, splits[0]))
+
+
+class _Copied:
+    """torch's Work, with copies after it."""
+
+    def __init__(self, work: Any, targets: list[Tensor], came: Sequence[Tensor]) -> None:
+        self._work, self._targets, self._came = work, targets, came
+
+    def wait(self, limit: timedelta) -> None:
+        self._work.wait(limit)
+        for part, came in zip(self._targets, self._came, strict=True):
+            part.copy_(came)
 
 
 def _split(parts: Parts, size: int) -> list[Tensor]:
@@ -155,3 +165,20 @@ OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
 def kind_of(op: AnyReduceOp | None) -> RedOpType:
     """The type of a reduction, without the factor of a PREMUL_SUM; SUM for None."""
     return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type
+
+
+def said_by(text: str) -> str:
+    """The words of an engine's error that help a person: without places in C++. Adds a remedy to a
+    known error.
+    """
+    said = text.strip().partition("\n")[0].rpartition("] ")[2]
+    cause = re.search(r"Last error:\s*(\S.*)", text)  # NCCL's own words, at the end of torch's
+    if cause is not None:
+        said = f"{cause[1]} ({said})"
+    if "Duplicate GPU" in text:
+        said += (
+            ". NCCL needs a GPU for each rank: start no more ranks than GPUs on a host, and call "
+            "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first. Ranks can share a GPU "
+            "with backend='cpu:shm,cuda:gloo'"
+        )
+    return said
