@@ -23,6 +23,7 @@ LATE_NAMES: Final = {
     ("dtensor", "to_dtensor"): ("tilework.interop", "to_dtensor"),
     ("dtensor", "to_sharded"): ("tilework.interop", "to_sharded"),
     ("dtensor", "capture"): ("tilework.capture.step", "capture"),
+    ("parallel", "CompiledFunction"): ("tilework.capture.modules", "CompiledFunction"),
     ("dtensor", "compile_model"): ("tilework.capture.compile_entry", "compile_model"),
 }
 

@@ -4,6 +4,8 @@
 recorded call also takes the gradients of the results, by ``torch.autograd.grad`` with made-up
 gradients: the part of the record after the forward pass is the backward pass. Later calls run the
 first program, and autograd runs the second in the program's backward pass.
+
+A pipeline's stages have the backward pass cut once more: gradients of the arguments come first.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.graph import BOUNDARY, Graph, Input, Instruction, Value
+from tilework.capture.program.halves import cut_backward
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor, plain
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
@@ -75,6 +78,7 @@ class CompiledFunction:
     Args:
         function: The function or module to record.
         backend: "python" or "inductor", as for ``capture``.
+        cuts: True to cut the backward pass, for :class:`CutCall`.
 
     Raises:
         CaptureError: In a call that is recorded (the second, and each call with other layouts):
@@ -82,8 +86,10 @@ class CompiledFunction:
             that ``fully_shard`` has sharded.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str) -> None:
-        self._function, self._backend = function, backend
+    def __init__(self, function: Callable[..., Any], backend: str, cuts: bool = False) -> None:
+        self._function, self._backend, self._cuts = function, backend, cuts
+        #: The last call, if a program with a cut backward pass ran; else None.
+        self.last: CutCall | None = None
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
         self._name = getattr(function, "__name__", type(function).__name__)
         self.forget()
@@ -99,6 +105,7 @@ class CompiledFunction:
         self._is_warm = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.last = None
         if current_recorder() is not None:
             return self._function(*args, **kwargs)
         if not self._is_warm:
@@ -124,8 +131,9 @@ class CompiledFunction:
             if self._ranks.decide(Way.RUN) is not Way.RUN:  # another rank has no record
                 self._passes[key].remove(passes)
                 return self._record(key, leaves, args, kwargs)
-            result = passes.run(inputs, leaves)
+            result, call = passes.run(inputs, leaves)
             if result is not NOT_CURRENT:
+                self.last = call if self._cuts else None
                 return result
         self._ranks.decide(Way.RECORD)
         return self._record(key, leaves, args, kwargs)
@@ -136,7 +144,7 @@ class CompiledFunction:
             self._passes.clear()
             every = []
         call = _Joint(self._function, self._name, leaves, args, kwargs)
-        passes, result = _record(call, self._ranks, every)
+        passes, result = _record(call, self._ranks, every, self._cuts)
         if passes is not None:
             passes.backend = self._backend
             self._passes.setdefault(key, []).append(passes)
@@ -210,7 +218,7 @@ def _some_grad(out: Any) -> Tensor:
 
 
 def _record(
-    call: _Joint, ranks: VotingRanks, known: Sequence[_Passes]
+    call: _Joint, ranks: VotingRanks, known: Sequence[_Passes], cuts: bool
 ) -> tuple[_Passes | None, Any]:
     """Run a call and record both passes; no programs if the call made groups. Collective."""
     needed: list[Tensor] = []
@@ -220,9 +228,10 @@ def _record(
     def accept(record: StepRecord, result: Any) -> None:
         found, tree = tree_flatten(result[0], is_size)
         needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in found]
-        sources = _sources(needed, record, len(call.leaves))
         same = next((each for each in known if each.joint.code is record.code), None)
-        made.append(_Passes(record, ranks, len(call.leaves), sources, (tree, needs_grad), same))
+        outs = [x for x, needs in zip(found, needs_grad, strict=True) if needs]
+        needing = _Needing(needed, outs, record, call.leaves, cuts)
+        made.append(_Passes(record, ranks, needing, (tree, needs_grad), same))
 
     codes = list({id(each.joint.code): each.joint.code for each in known}.values())
     with as_program([] if owner is None else units_of(owner, True)):
@@ -231,16 +240,76 @@ def _record(
     return made[0] if made else None, result
 
 
-def _code_of(
-    graph: Graph, name: str, known: StepRecord | None, ranks: VotingRanks
-) -> tuple[ProgramCode, list[Any]]:
-    """The code of a pass (of a known record if possible), and the constants of the pass."""
+class _Needing:
+    """The tensors that need gradients, and which gradients come first.
+
+    Args:
+        needed: The tensors, as found in the recorded call.
+        outs: The results that require gradients, with graphs.
+        joint: The record of both passes.
+        leaves: The leaves of the recorded call's arguments.
+        cuts: True if the gradients of arguments come first; else all do.
+    """
+
+    def __init__(
+        self,
+        needed: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        joint: StepRecord,
+        leaves: Sequence[Any],
+        cuts: bool,
+    ) -> None:
+        #: The number of leaves, behind which gradients of results are arguments of the record.
+        self.count, self.cuts = len(leaves), cuts
+        paths = {id(each.tensor): each for each in joint.graph.inputs}
+        given = {id(plain(x)) for x in leaves}
+
+        def source(tensor: Any) -> Callable[[Sequence[Any]], Tensor]:
+            local = plain(tensor)
+            found = paths.get(id(local))
+            if found is None:
+                return lambda _: local
+            path = found.path
+            return path.of if found.is_argument else lambda _: path.get()
+
+        self.sources = [source(each) for each in needed]
+        #: The positions of the gradients of the first half, and of the second.
+        self.first = [i for i, x in enumerate(needed) if not cuts or id(plain(x)) in given]
+        self.second = [i for i in range(len(needed)) if i not in self.first]
+        reached = [_leaves_behind(each) for each in outs] if len(outs) > 1 else [set()]
+        #: For each tensor, the results from which it gets a gradient; empty: from any.
+        self.outs = [{i for i, ids in enumerate(reached) if id(plain(x)) in ids} for x in needed]
+
+    def without(self, grads: Sequence[Any], made: Sequence[Any], at: Sequence[int]) -> list[Any]:
+        """Gradients, without those of tensors that no result with a gradient leads to."""
+        given = {i for i, grad in enumerate(grads) if grad is not None}
+        pairs = zip(at, made, strict=True)
+        return [None if given.isdisjoint(self.outs[i] or given) else x for i, x in pairs]
+
+
+def _leaves_behind(out: Tensor) -> set[int]:
+    """The ids of the leaves, of DTensors the local tensors, to which a graph leads."""
+    todo, seen, found = [out.grad_fn], set(), set()
+    while todo:
+        node: Any = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(plain(getattr(node, "variable", None))))
+            todo += [following for following, _ in node.next_functions]
+    return found
+
+
+def _part(
+    name: str, graph: Graph, held: ProgramConditions, known: StepRecord | None, ranks: VotingRanks
+) -> StepRecord:
+    """The record of a pass, with the code of a known record if possible."""
     skeleton = take_apart(graph, [])
     if known is not None and known.code.skeleton.fits(skeleton):
         known.code.join(skeleton)
-        return known.code, skeleton.constants
+        return StepRecord(name, graph, None, held, known.code, skeleton.constants)
     digests, _ = compare_program(graph, name, ranks)
-    return ProgramCode(name, graph, [], digests, skeleton), skeleton.constants
+    code = ProgramCode(name, graph, [], digests, skeleton)
+    return StepRecord(name, graph, None, held, code, skeleton.constants)
 
 
 class _Passes:
@@ -250,40 +319,36 @@ class _Passes:
         self,
         joint: StepRecord,
         ranks: VotingRanks,
-        count: int,
-        sources: Sequence[Callable[[Sequence[Any]], Tensor]],
+        needing: _Needing,
         result: tuple[TreeSpec, Sequence[bool]],
         same: _Passes | None,
     ) -> None:
         self.backend, self.name, self.joint = "python", joint.name, joint
-        graph = joint.graph
-        self._needed: Sequence[Callable[[Sequence[Any]], Tensor]] = sources
-        self.forward: StepRecord
-        self.backward: StepRecord
+        graph, self.needing = joint.graph, needing
         self._tree, needs_grad = result
         self._leaves = graph.result[: len(needs_grad)]
-        self._grads = graph.result[len(needs_grad) :]
+        grads = graph.result[len(needs_grad) :]
         #: The values and numbers among the results.
         self._computed = [x for leaf in self._leaves if (x := _computed(leaf)) is not None]
         self._outs = [leaf for leaf, needs in zip(self._leaves, needs_grad, strict=True) if needs]
         border = next(i for i, x in enumerate(graph.instructions) if x.function is BOUNDARY)
         before, after = graph.instructions[:border], graph.instructions[border + 1 :]
-        inputs = [x for x in graph.inputs if not _is_grad(x, count)]
-        self._saved = _crossing(inputs, before, after, self._grads)
-        forward = Graph(inputs, before, [*self._leaves, *self._saved], graph.places)
-        name = f"{joint.name}_forward"
-        known = None if same is None else same.forward
-        code, constants = _code_of(forward, name, known, ranks)
-        self.forward = StepRecord(name, forward, None, joint.held, code, constants)
-        grads = [x for x in graph.inputs if _is_grad(x, count)]
-        self._grad_order = [x.path.number - count for x in grads]
-        saved = [Input(value, Argument(i, False), None) for i, value in enumerate(self._saved)]
-        backward = Graph([*saved, *grads], after, self._grads, [])
-        name = f"{joint.name}_backward"
-        known = None if same is None else same.backward
-        code, constants = _code_of(backward, name, known, ranks)
-        held = ProgramConditions([], [], [], [])
-        self.backward = StepRecord(name, backward, None, held, code, constants)
+        of_outs = [x for x in graph.inputs if _is_grad(x, needing.count)]
+        self._grad_order = [x.path.number - needing.count for x in of_outs]
+        inputs = [x for x in graph.inputs if x not in of_outs]
+        self._saved = _crossing(inputs, before, after, grads)
+        names = ["forward", *(("inputs", "weights") if needing.cuts else ("backward",))]
+        found = [*self._leaves, *self._saved]
+        graphs = [Graph(inputs, before, found, graph.places, graph.has_grad_mode)]
+        graphs += _halves([*self._saved, *[x.value for x in of_outs]], after, grads, needing)
+        held = [joint.held, *[ProgramConditions([], [], [], [])] * 2]
+        known = [None] * 3 if same is None else same.parts
+        #: The forward program, and one or two of the backward pass.
+        self.parts = [
+            _part(f"{self.name}_{name}", *each, ranks)
+            for name, *each in zip(names, graphs, held, known, strict=False)
+        ]
+        self.forward = self.parts[0]
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
             raise CaptureError(
                 f"{joint.name} returns one of its arguments or parameters, which a compiled "
@@ -291,18 +356,21 @@ class _Passes:
             )
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        """Run the forward program with autograd; ``NOT_CURRENT`` if it is not for this call."""
-        if self.backend == "inductor" and not self.forward.was_compiled:
-            self.forward.compile(inputs)
-        needed = [source(leaves) for source in self._needed]
+        """Run the forward program with autograd: the result, and the call.
+
+        The result is ``NOT_CURRENT`` if the program is not for this call.
+        """
+        self._compile(0, inputs)
+        needed = [source(leaves) for source in self.needing.sources]
         computed = self.run_forward([each.detach() for each in inputs])
         if computed is None:
-            return NOT_CURRENT
+            return NOT_CURRENT, None
         made = _Apply.apply(self, *computed, *needed)  # type: ignore[no-untyped-call]
         index = map(self.forward.index_of, self._computed)
         kept: Any = dict(zip(index, made, strict=True))
         results = [self.forward.built(leaf, kept) for leaf in self._leaves]
-        return tree_unflatten(results, self._tree)
+        node = next(x.grad_fn for x in made if isinstance(x, Tensor) and x.requires_grad)
+        return tree_unflatten(results, self._tree), CutCall(node, needed)
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]] | None:
         """The results and the values saved for backward; None: not for this call."""
@@ -314,14 +382,24 @@ class _Passes:
         index = self.forward.index_of
         return [kept[index(x)] for x in self._computed], [kept[index(x)] for x in self._saved]
 
-    def run_backward(self, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-        """Run the backward program; return the local gradients of tensors that require any."""
-        inputs = [*saved, *[grads[i] for i in self._grad_order]]
-        if self.backend == "inductor" and not self.backward.was_compiled:
-            self.backward.compile(inputs)
-        kept = self.backward.compute(inputs, [])
-        values = [value_in(leaf) for leaf in self._grads]
-        return [None if x is None else kept[self.backward.index_of(x)] for x in values]
+    def run_first(self, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run the first backward program: its gradients, and what the second program takes."""
+        made = self.run_part(1, given := [*saved, *[grads[i] for i in self._grad_order]])
+        count = len(self.needing.first)
+        return made[:count], [*given, *made[count:]]
+
+    def run_part(self, number: int, given: Sequence[Any]) -> list[Any]:
+        """Run a backward program; return the results: of gradients the local tensors."""
+        self._compile(number, given)
+        part = self.parts[number]
+        kept = part.compute(given, [])
+        values = [value_in(leaf) for leaf in part.graph.result]
+        return [None if x is None else kept[part.index_of(x)] for x in values]
+
+    def _compile(self, number: int, inputs: Sequence[Any]) -> None:
+        part = self.parts[number]
+        if self.backend == "inductor" and not part.was_compiled and part.graph.instructions:
+            part.compile(inputs)
 
     def differentiable(self) -> list[bool]:
         """For each result of the forward program, True if it requires a gradient."""
@@ -339,22 +417,71 @@ class _Apply(torch.autograd.Function):
         flags = passes.differentiable()
         others = [x for x, flag in zip(results, flags, strict=True) if not flag]
         ctx.mark_non_differentiable(*[x for x in others if isinstance(x, Tensor)])
-        ctx.passes, ctx.flags = passes, flags
-        ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
+        ctx.set_materialize_grads(False)
+        ctx.passes, ctx.first = passes, None
+        ctx.outs = [
+            (i, {"size": x.shape, "dtype": x.dtype, "device": x.device})
+            for i, (x, flag) in enumerate(zip(results, flags, strict=True))
+            if flag
+        ]
+        ctx.others = [Tensor if isinstance(each, Tensor) else each for each in saved]
         ctx.save_for_backward(*[each for each in saved if isinstance(each, Tensor)])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        passes, needing = ctx.passes, ctx.passes.needing
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True needs the gradient of a gradient of {ctx.passes.name}, which "
+                f"create_graph=True needs the gradient of a gradient of {passes.name}, which "
                 f"is compiled: a program has no graph. Leave the function uncompiled"
             )
-        tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if each is None else each for each in ctx.others]
-        wanted = [grad for grad, flag in zip(grads, ctx.flags, strict=True) if flag]
-        return None, None, None, *ctx.passes.run_backward(saved, wanted)
+        wanted = [grads[i] for i, _ in ctx.outs]
+        saved = _saved_of(ctx)
+        made, given = ctx.first or passes.run_first(saved, _with_zeros(ctx, wanted))
+        ctx.first = None
+        second = passes.run_part(2, given) if needing.second else []
+        found: list[Any] = [None] * len(needing.sources)
+        for at, each in ((needing.first, made), (needing.second, second)):
+            for i, grad in zip(at, needing.without(wanted, each, at), strict=True):
+                found[i] = grad
+        return None, None, None, *found
+
+
+def _saved_of(node: Any) -> list[Any]:
+    """The values saved for backward; raises if an operator has written to one since."""
+    tensors = iter(node.saved_tensors)
+    return [next(tensors) if each is Tensor else each for each in node.others]
+
+
+def _with_zeros(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    pairs = zip(grads, node.outs, strict=True)
+    return [torch.zeros(**like) if grad is None else grad for grad, (_, like) in pairs]
+
+
+class CutCall:
+    """A call of a program whose gradients of arguments may come before the others.
+
+    Args:
+        node: The call in autograd's graph.
+        needed: The tensors that need gradients.
+    """
+
+    def __init__(self, node: Any, needed: Sequence[Tensor]) -> None:
+        self._node, self._needed = node, needed
+
+    def input_gradients(self, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        """The arguments that need gradients, with these; ``backward()`` then gives the others.
+
+        Args:
+            grads: The gradients of the results that require gradients, in order; None: without.
+        """
+        node, passes = self._node, self._node.passes
+        with torch.no_grad():
+            made, given = passes.run_first(_saved_of(node), _with_zeros(node, grads))
+        node.first, at = ([None] * len(made), given), passes.needing.first
+        made = passes.needing.without(grads, made, at)
+        return [(self._needed[i], grad) for i, grad in zip(at, made, strict=True)]
 
 
 def value_in(leaf: Any) -> Value | None:
@@ -391,18 +518,16 @@ def _crossing(
     return [value for number, value in made.items() if number in used]
 
 
-def _sources(
-    needed: Sequence[Tensor], joint: StepRecord, count: int
-) -> list[Callable[[Sequence[Any]], Tensor]]:
-    """For each tensor of ``needed``, a function that finds the local tensor in a later call."""
-    paths = {id(each.tensor): each for each in joint.graph.inputs}
-
-    def source(tensor: Any) -> Callable[[Sequence[Any]], Tensor]:
-        local = plain(tensor)
-        found = paths.get(id(local))
-        if found is None:
-            return lambda _: local
-        path = found.path
-        return path.of if found.is_argument else lambda _: path.get()
-
-    return [source(each) for each in needed]
+def _halves(
+    given: Sequence[Value], after: Sequence[Instruction], grads: Sequence[Any], needing: _Needing
+) -> list[Graph]:
+    """The programs of the backward pass, for the gradients that come first and for the others."""
+    inputs = [Input(value, Argument(i, False), None) for i, value in enumerate(given)]
+    mine, others = ([grads[i] for i in at] for at in (needing.first, needing.second))
+    if not needing.cuts:
+        return [Graph(inputs, list(after), mine, [])]
+    wanted = [value for leaf in mine if (value := value_in(leaf)) is not None]
+    first, second = cut_backward(given, after, wanted)
+    kept = _crossing([], first, second, others)
+    more = [Input(x, Argument(len(given) + i, False), None) for i, x in enumerate(kept)]
+    return [Graph(inputs, first, [*mine, *kept], []), Graph([*inputs, *more], second, others, [])]

@@ -9,16 +9,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.internal import irecv, isend
 from tilework.dtensor import DTensor
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
+from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
+from tilework.parallel.pipeline.captured import CapturedStages, stage_forward
 from tilework.parallel.pipeline.results import check_made
 from tilework.parallel.pipeline.schedule import Action, Schedule, StageMessage
-from tilework.parallel.pipeline.stage import Crossing, Route
+from tilework.parallel.pipeline.stage import Crossing, Route, Writable
 
 #: The loss of a microbatch, from the model's result and the target.
 Loss = Callable[..., Tensor]
@@ -52,10 +54,22 @@ class Microbatch:
 
 @dataclass
 class _Kept:
-    """Values that forward keeps for backward."""
+    """What a forward keeps for backward.
+
+    Attributes:
+        received: The values from the stage before.
+        sent: The values for the next stage; of the last stage, the loss.
+        call: The captured call, if the backward pass is cut.
+        results: Of the last stage, the results of such a call, each with the leaf that the loss
+            took instead.
+        ends: After "input_gradient": where backward starts for "weights", with gradients.
+    """
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
+    call: Any = None
+    results: Sequence[tuple[Tensor, Tensor]] = ()
+    ends: Sequence[tuple[Tensor, Tensor | None]] = ()
 
 
 @dataclass
@@ -71,6 +85,7 @@ class Execution:
         loss: The loss of a microbatch; None: results are kept instead.
         trains: True to run backward.
         scaler: Scales losses before backward.
+        captured: Runs stages as programs; None: as they are.
     """
 
     schedule: Schedule
@@ -81,6 +96,7 @@ class Execution:
     loss: Loss | None
     trains: bool
     scaler: Scaler | None = None
+    captured: CapturedStages | None = None
     #: By microbatch, on the rank of the last stage.
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -88,8 +104,9 @@ class Execution:
     def __post_init__(self) -> None:
         rank = self.group.rank()
         self._kept: dict[tuple[int, int], _Kept] = {}
-        #: Values for another stage of this rank, by the action that made them.
-        self._local: dict[Action, tuple[Tensor, ...]] = {}
+        #: Values for another stage of this rank: by stage and microbatch that made them, and True
+        #: for activations, False for gradients.
+        self._local: dict[tuple[int, int, bool], tuple[Tensor, ...]] = {}
         self._posted: dict[StageMessage, list[tuple[Tensor, Work | None]]] = {}
         self._sending: list[tuple[Tensor, Work | None]] = []
         self.steps = self.schedule.steps(rank)
@@ -119,7 +136,8 @@ class Execution:
             if step.sends is not None and made is not None:
                 self._send(step.sends, made)
             elif made is not None:
-                self._local[step.action] = made
+                kind, stage, number = step.action
+                self._local[stage, number, kind == "forward"] = made
         for _, work in self._sending:
             if work is not None:
                 work.wait()
@@ -164,16 +182,16 @@ class Execution:
 
     def _act(self, action: Action, taken: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """The values that an action makes for another stage; None for none."""
-        kind, stage, _ = action
+        kind, stage, number = action
         if kind == "forward":
-            before = action._replace(stage=stage - 1)
-            values = self._local.pop(before, ()) if taken is None else taken
+            values = self._local.pop((stage - 1, number, True), ()) if taken is None else taken
             return self._forward(action, values)
         if kind in ("backward", "input_gradient"):
-            after = action._replace(stage=stage + 1)
-            values = self._local.pop(after, ()) if taken is None else taken
+            values = self._local.pop((stage + 1, number, False), ()) if taken is None else taken
             return self._backward(action, values)
-        if kind != "weights":
+        if kind == "weights":
+            self._weights(action)
+        else:
             self._whole_stage(kind, self.parts[stage])
         return None
 
@@ -183,15 +201,20 @@ class Execution:
         before = mine.route.cuts[stage - 1] if stage else ()
         for value, crossing in zip(values, before, strict=True):
             value.requires_grad_(crossing.has_gradient and self.trains)
+        given = values, mine.args, mine.kwargs
         with self._without_sync(part, stage, number):
-            made = part((mine.route, *values), *mine.args, **mine.kwargs)
-        if stage + 1 == self.schedule.stages:
-            made = self._end(number, made)
-        else:
-            made = self._checked(stage, made, mine.route.cuts[stage])
-        if self.trains:
-            self._kept[stage, number] = _Kept(values, made)
+            if self.trains and self.captured is not None:
+                made, call = self.captured.run(part, stage, mine.route, given)
+            else:
+                made, call = stage_forward(part, stage, mine.route, self.trains)(*given), None
+        kept = _Kept(values, made, call)
         is_last = stage + 1 == self.schedule.stages
+        if is_last:
+            if call is not None:
+                made, kept.results = _cut_off(made)
+            kept.sent = self._end(number, made)
+        if self.trains:
+            self._kept[stage, number] = kept
         return None if is_last else tuple(each.detach() for each in made)
 
     def _end(self, number: int, result: Any) -> tuple[Tensor, ...]:
@@ -210,56 +233,48 @@ class Execution:
         weighted = loss if mine.weight == 1 else loss * mine.weight
         return (weighted if self.scaler is None else self.scaler.scale(weighted),)
 
-    def _checked(
-        self, stage: int, made: Sequence[Tensor], crossings: Sequence[Crossing]
-    ) -> tuple[Tensor, ...]:
-        """The values of a stage, compared with the route; in the route's dtype, where that loses
-        nothing, as after a policy of mixed precision.
-        """
-        pairs = [
-            (_in_dtype(value, each.dtype), each)
-            for value, each in zip(made, crossings, strict=True)
-        ]
-        for value, each in pairs:
-            if isinstance(value, DTensor):
-                raise TypeError(
-                    f"a DTensor crosses the cut after stage {stage}: {each}. Plain tensors go "
-                    f"between stages: let a style give local tensors there (use_local_output=True)"
-                )
-            if tuple(value.shape) != each.shape or value.dtype != each.dtype:
-                raise RuntimeError(
-                    f"stage {stage} made {list(value.shape)} {value.dtype} for {each}: stages can "
-                    f"follow a forward only if shapes of inputs decide the shapes of results"
-                )
-            if self.trains and value.requires_grad and not each.has_gradient:
-                raise RuntimeError(
-                    f"parameters of stage {stage} or before require gradients, and none did when "
-                    f"pipeline() was called: unfreeze them before pipeline()"
-                )
-        return tuple(value for value, _ in pairs)
-
     def _backward(self, action: Action, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        _, stage, number = action
-        kept = self._kept.pop((stage, number))
-        mine, part = self.microbatches[number], self.parts[stage]
-        self._prepare(part, stage, number)
-        if stage + 1 == self.schedule.stages:
-            pairs = [(each, None) for each in kept.sent if each.requires_grad]
+        kind, stage, number = action
+        kept = self._kept[stage, number]
+        kept.ends = self._ends(stage, number, kept, grads)
+        leaves = [each for each in kept.received if each.requires_grad]
+        if kind == "backward" and kept.call is None:
+            self._weights(action)
+            found = [each.grad for each in leaves]
         else:
-            trained = [
-                each
-                for each, c in zip(kept.sent, mine.route.cuts[stage], strict=True)
-                if c.has_gradient
-            ]
-            both = zip(trained, grads, strict=True)
-            pairs = [(each, grad) for each, grad in both if each.requires_grad]  # type: ignore[misc]
-        if pairs:
-            outputs, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(outputs, gradients)
+            found = _input_gradients(kept, leaves)
+            if kind == "backward":
+                self._weights(action)
         if not stage:
             return None
-        leaves = [each for each in kept.received if each.requires_grad]
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+        pairs = zip(leaves, found, strict=True)
+        return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in pairs)
+
+    def _ends(
+        self, stage: int, number: int, kept: _Kept, grads: tuple[Tensor, ...]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The tensors at which a stage's backward starts, with gradients."""
+        if stage + 1 < self.schedule.stages:
+            cut = self.microbatches[number].route.cuts[stage]
+            trained = [x for x, c in zip(kept.sent, cut, strict=True) if c.has_gradient]
+            pairs = zip(trained, grads, strict=True)
+            return [(each, grad) for each, grad in pairs if each.requires_grad]
+        (loss,) = kept.sent
+        if not loss.requires_grad:
+            return []
+        if kept.call is None:
+            return [(loss, torch.ones_like(loss))]
+        torch.autograd.backward(loss)
+        return [(made, leaf.grad) for made, leaf in kept.results]
+
+    def _weights(self, action: Action) -> None:
+        """Add a stage's gradients to the parameters'; of whole backwards to the values', too."""
+        _, stage, number = action
+        self._prepare(self.parts[stage], stage, number)
+        ends = [each for each in self._kept.pop((stage, number)).ends if each[1] is not None]
+        if ends:
+            outputs, gradients = zip(*ends, strict=True)
+            torch.autograd.backward(outputs, gradients)
 
     # -- wrappers of stages --------------------------------------------------------------
 
@@ -300,9 +315,29 @@ class Execution:
                     unit.reduce_deferred()
 
 
-def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    is_wider = torch.promote_types(value.dtype, dtype) == dtype
-    return value.to(dtype) if is_wider and value.is_floating_point() else value
+def _input_gradients(kept: _Kept, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of the values that a stage received; parameters stay as they are."""
+    if not kept.ends or not leaves:
+        return [None] * len(leaves)
+    outputs, gradients = zip(*kept.ends, strict=True)
+    if kept.call is None:
+        return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
+    found = {id(tensor): grad for tensor, grad in kept.call.input_gradients(gradients)}
+    return [found.get(id(each)) for each in leaves]
+
+
+def _cut_off(result: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """A result whose graph begins here; and each tensor that has a graph, with the new leaf."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def own(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.requires_grad):
+            return x
+        leaf = x.detach().requires_grad_()
+        pairs.extend(zip(local_tensors(x), local_tensors(leaf), strict=True))
+        return leaf if isinstance(x, DTensor) else Writable.apply(leaf)  # type: ignore[no-untyped-call]
+
+    return tree_map(own, result), pairs
 
 
 def _zero_of(result: Any) -> Tensor:

@@ -486,7 +486,7 @@ class StageWalk(Walk):
 
     def _receive(self) -> None:
         for key, tensor in self.received.items():
-            own: Tensor = _Writable.apply(tensor)  # type: ignore[no-untyped-call]
+            own: Tensor = Writable.apply(tensor)  # type: ignore[no-untyped-call]
             for ghost in self.values.pop(key, ()):
                 _become(ghost, own)
             self.values[key] = [own]
@@ -521,7 +521,7 @@ class StageWalk(Walk):
         return tuple(self.values[each.key][0] for each in self.after)
 
 
-class _Writable(torch.autograd.Function):
+class Writable(torch.autograd.Function):
     """The same memory, in which the forward may write: it is no leaf, and no view of it."""
 
     @staticmethod

@@ -21,6 +21,7 @@ from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
+from tilework.parallel.pipeline.captured import CapturedStages
 from tilework.parallel.pipeline.results import check_made, check_results
 from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Scaler
 from tilework.parallel.pipeline.schedule import Schedule
@@ -48,6 +49,7 @@ def pipeline(
     split: HowToSplit = "even",
     schedule: Schedule,
     example: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    capture: Literal["python", "inductor"] | None = None,
 ) -> Stages:
     """Cut a model into stages, one or several on each rank of a mesh's axis.
 
@@ -69,6 +71,9 @@ def pipeline(
         example: The arguments of a forward, in order or by name, for models that call modules in
             another order than they are listed in, and for "by time", which else takes the model's
             ``dummy_inputs``.
+        capture: Run the training of each stage as programs, by this backend of
+            :func:`~tilework.capture.capture`: forward and backward, between messages. Schedules
+            that cut backward in two need it: a program can be cut, and autograd can not.
 
     Returns:
         The stages of this rank.
@@ -96,6 +101,7 @@ def pipeline(
     """
     check_is_module(model, "pipeline")
     _check_mesh(mesh, schedule)
+    captured = _captured(capture, schedule)
     args, kwargs = _arguments(example)
     group = mesh.get_group()
 
@@ -118,7 +124,9 @@ def pipeline(
     for theirs in agree(lambda: [str(dealt), str(schedule)], group):
         if theirs != [str(dealt), str(schedule)]:
             raise ValueError("ranks called pipeline() with different splits or schedules")
-    return Stages(model, mesh, dealt, schedule, None if example is None else (args, kwargs))
+    stages = Stages(model, mesh, dealt, schedule, None if example is None else (args, kwargs))
+    stages.captured = captured
+    return stages
 
 
 def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
@@ -133,12 +141,20 @@ def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
         raise ValueError(
             f"the schedule is for {schedule.ranks} ranks, and the mesh's axis has {mesh.size()}"
         )
-    if any(action.kind == "weights" for actions in schedule.actions for action in actions):
+
+
+def _captured(capture: str | None, schedule: Schedule) -> CapturedStages | None:
+    if capture not in (None, "python", "inductor"):
+        raise ValueError(f'capture must be None, "python" or "inductor", got {capture!r}')
+    cuts = any(action.kind == "weights" for actions in schedule.actions for action in actions)
+    if cuts and capture is None:
         raise ValueError(
             "the schedule cuts backward in two (input_gradient and weights), and autograd computes "
-            "both together: only captured stages can be cut. Use a schedule with whole backwards, "
-            "such as Schedule.one_forward_one_backward or Schedule.interleaved"
+            'both together: only captured stages can be cut. Pass capture="python" or '
+            'capture="inductor", or a schedule with whole backwards, such as '
+            "Schedule.one_forward_one_backward or Schedule.interleaved"
         )
+    return None if capture is None else CapturedStages(capture, cuts)
 
 
 def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,6 +217,8 @@ class Stages(nn.Module):
         }
         self._ties = _ties_between_ranks(model, split, schedule)
         self._steps = self._evaluations = 0
+        #: Runs stages as programs; None: as they are.
+        self.captured: CapturedStages | None = None
         self._routes: dict[int, Route] = {}
         self._dtypes: dict[Any, torch.dtype] = {}
         if example is not None:
@@ -413,7 +431,15 @@ class Stages(nn.Module):
         modules = self.modules_of_stages
         parts = dict(zip(modules, self.parts, strict=True))
         run = Execution(
-            self.schedule, self._group, self._device, parts, batches, loss, trains, scaler
+            self.schedule,
+            self._group,
+            self._device,
+            parts,
+            batches,
+            loss,
+            trains,
+            scaler,
+            self.captured,
         )
         if loss is not None:
             self._dtype = self._loss_dtype(batches[0], loss)

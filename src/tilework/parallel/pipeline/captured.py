@@ -1,0 +1,99 @@
+"""Stages as programs: each (stage, kind of action) is captured, and messages go between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilework.dtensor import DTensor
+from tilework.late_names import late_name
+from tilework.parallel.data_parallel.ddp import DistributedDataParallel
+from tilework.parallel.fully_sharded.module import FSDPModule
+from tilework.parallel.pipeline.stage import Route
+
+
+def stage_forward(
+    module: Callable[..., Any], stage: int, route: Route, trains: bool
+) -> Callable[..., Any]:
+    """The function from values, arguments and keyword arguments to the stage's values or result.
+
+    Values are compared with the route; they get the route's dtype where that loses nothing, as
+    after a policy of mixed precision.
+    """
+
+    def forward(values: Any, args: Any, kwargs: Any) -> Any:
+        made = module((route, *values), *args, **kwargs)
+        if stage == len(route.cuts):
+            return made
+        return tuple(
+            _checked(value, stage, crossing, trains)
+            for value, crossing in zip(made, route.cuts[stage], strict=True)
+        )
+
+    return forward
+
+
+def _checked(value: Tensor, stage: int, crossing: Any, trains: bool) -> Tensor:
+    is_wider = torch.promote_types(value.dtype, crossing.dtype) == crossing.dtype
+    if is_wider and value.is_floating_point():
+        value = value.to(crossing.dtype)
+    if isinstance(value, DTensor):
+        raise TypeError(
+            f"a DTensor crosses the cut after stage {stage}: {crossing}. Plain tensors go "
+            f"between stages: let a style give local tensors there (use_local_output=True)"
+        )
+    if tuple(value.shape) != crossing.shape or value.dtype != crossing.dtype:
+        raise RuntimeError(
+            f"stage {stage} made {list(value.shape)} {value.dtype} for {crossing}: stages can "
+            f"follow a forward only if shapes of inputs decide the shapes of results"
+        )
+    if trains and value.requires_grad and not crossing.has_gradient:
+        raise RuntimeError(
+            f"parameters of stage {stage} or before require gradients, and none did when "
+            f"pipeline() was called: unfreeze them before pipeline()"
+        )
+    return value
+
+
+class CapturedStages:
+    """Runs forwards of a rank's stages as programs.
+
+    Args:
+        backend: "python" or "inductor", as for ``capture``.
+        cuts: True if schedules cut backward in two.
+    """
+
+    def __init__(self, backend: str, cuts: bool) -> None:
+        self._backend, self._cuts = backend, cuts
+        #: By stage, and identity of module and route: the program, and the module's call by it.
+        self._programs: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+
+    def run(self, part: nn.Module, stage: int, route: Route, given: Any) -> tuple[Any, Any]:
+        """What a stage makes; and the call, if a program with a cut backward pass ran."""
+        inner: Any = part.module if isinstance(part, DistributedDataParallel) else part
+        key = stage, id(inner), id(route)
+        if key not in self._programs:
+            self._programs[key] = self._captured(inner, stage, route)
+        program, as_module = self._programs[key]
+        if inner is part:
+            return program(*given), program.last
+        values, args, kwargs = given
+        before, inner._compiled_call_impl = inner._compiled_call_impl, as_module
+        try:
+            return part((route, *values), *args, **kwargs), program.last
+        finally:
+            inner._compiled_call_impl = before
+
+    def _captured(self, inner: nn.Module, stage: int, route: Route) -> tuple[Any, Any]:
+        if any(isinstance(each, FSDPModule) for each in inner.modules()):
+            raise ValueError(
+                f"stage {stage} is captured, and fully_shard has sharded it: each program would "
+                f"gather and reduce. Leave out capture= of pipeline(), or capture the whole step"
+            )
+        forward = stage_forward(inner._call_impl, stage, route, trains=True)
+        forward.__name__ = f"stage_{stage}"
+        program = late_name("parallel", "CompiledFunction")(forward, self._backend, self._cuts)
+        return program, lambda received, *args, **kwargs: program(received[1:], args, kwargs)
