@@ -418,34 +418,40 @@ def test_logits_of_other_rows_raise_on_all_ranks(dispatch: Any) -> None:
 
 
 class Bent(nn.Module):
-    """Experts whose result is not linear in the weights."""
+    """Experts whose result is not the sum of weight times each result."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.weight = how, nn.Parameter(torch.ones(4, FEATURES))
+        self.how, self.weight = how, nn.Parameter(torch.arange(-3.0, 13).view(4, -1))
 
     def forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         if self.how == "normalized":
             weights = weights / weights.sum(1, keepdim=True)
         made = self.weight[experts] * weights[..., None] * rows[:, None]
         made = {"tanh": made.tanh(), "one more": made + 1, "relu": made.relu()}.get(self.how, made)
-        return made.sum(1)
+        whole = {"mean": made.mean(1), "greatest": made.amax(1), "relu of all": made.sum(1).relu()}
+        return whole.get(self.how, made.sum(1))
 
 
-@pytest.mark.parametrize("how", ["tanh", "one more", "normalized", "relu", "linear"])
-def test_a_module_that_is_not_linear_in_weights_raises_on_all_ranks(how: str) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "how",
+    ["tanh", "one more", "normalized", "relu", "mean", "greatest", "relu of all", "linear"],
+)
+def test_a_module_that_does_not_add_up_raises_on_all_ranks(how: str, ranks: int) -> None:
     def program(rank: int) -> None:
-        experts = parallelize_module(Bent(how), init_device_mesh("cpu", (2,)), ExpertParallel())
+        experts = parallelize_module(Bent(how), init_device_mesh("cpu", (ranks,)), ExpertParallel())
         torch.manual_seed(0)
         rows = torch.randn(3 * rank, FEATURES)  # a rank without rows raises, too
         ids, weights = torch.full((3 * rank, 2), 1), torch.randn(3 * rank, 2)
+        weights = weights.abs() if how == "relu of all" else weights
         if how == "linear":
             torch.testing.assert_close(experts(rows, ids, weights), Bent(how)(rows, ids, weights))
             return
-        with pytest.raises(ValueError, match=r"not linear in the weights of experts \(on ranks"):
+        with pytest.raises(ValueError, match=r"does not return, for a row, the sum .*\(on ranks"):
             experts(rows, ids, weights)
 
-    run_ranks(2, program)
+    run_ranks(ranks, program)
 
 
 @pytest.mark.parametrize("other", [{"capacity": 1.0}, {"dispatch": "replicate"}])
@@ -467,7 +473,7 @@ def test_a_rank_tries_the_module_where_no_rows_come_from() -> None:
     def program(rank: int) -> None:  # rank 4 has all rows, and no expert
         experts = parallelize_module(Bent("tanh"), init_device_mesh("cpu", (5,)), ExpertParallel())
         given = torch.ones(rank // 4, FEATURES), torch.zeros(rank // 4, 1).long()
-        with pytest.raises(ValueError, match=r"not linear .*ranks \[0, 1, 2, 3\] of the axis"):
+        with pytest.raises(ValueError, match=r"does not return.*ranks \[0, 1, 2, 3\] of the axis"):
             experts(*given, torch.ones(rank // 4, 1))
 
     run_ranks(5, program)

@@ -17,10 +17,10 @@ from tilework.dtensor import (
 from tilework.dtensor.internal import layout_of
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.outputs import replace_tensors, tensors_of
-from tilework.parallel.tensor_parallel.styles import ParallelStyle
+from tilework.parallel.tensor_parallel.styles import Style
 
 
-class ContextParallel(ParallelStyle):
+class ContextParallel(Style):
     """Each rank runs the model on a part of the sequence: for models that know nothing of ranks.
 
     Parameters become DTensors, replicated along ``axis``; a plan's other styles may shard them
@@ -121,12 +121,6 @@ class ContextParallel(ParallelStyle):
 
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
-
-    def __repr__(self) -> str:
-        return (
-            f"ContextParallel(sequence_dim={self.sequence_dim}, way={self.way!r}, "
-            f"axis={self.axis!r}, turns={self.turns})"
-        )
 
 
 def _has(x: Tensor, dim: int) -> bool:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import islice
 from types import MethodType
 from typing import Any, Literal
 
@@ -31,15 +31,16 @@ from tilework.layout import Partial, Placement, Replicate, Shard, chunk_offsets,
 from tilework.mesh import DeviceMesh
 from tilework.parallel.passes import is_due
 from tilework.parallel.tensor_parallel.axis import MeshAxis
-from tilework.parallel.tensor_parallel.styles import ParallelStyle
-from tilework.show import Page, TextTable
+from tilework.parallel.tensor_parallel.styles import Style
+from tilework.show import Page, Shown, TextTable
 
 _NAME = "expert_parallel"
-#: The most rows with which linearity is tried.
+_TAKEN = "rows [n, features], experts [n, k] and weights [n, k]"
+#: The most rows with which the module is tried.
 _TRIED = 8
 
 
-class ExpertParallel(ParallelStyle):
+class ExpertParallel(Style):
     """Each rank holds some experts of a module with stacked weights.
 
     The module has weights ``[experts, ...]``, and is called with rows ``[n, features]``, the
@@ -66,9 +67,10 @@ class ExpertParallel(ParallelStyle):
     Raises:
         TypeError: ``capacity`` is no number.
         ValueError: An argument is none of these; or, on forward, on all ranks: an expert's number
-            is out of range, a weight is NaN, or the module is not linear in weights. That is tried
-            in the first forwards, and in some later ones, with a few of a rank's rows, in the
-            module's eval mode; twice the weight must give twice the result.
+            is out of range, a weight is NaN, or the module does something else than to add up. That
+            is tried in the first forwards, and in some later ones, with a few of a rank's rows and
+            experts, in the module's eval mode: two experts of a row, weighed, must give the sum of
+            each expert's result, up to rounding.
         CollectiveMismatchError: By ``parallelize_module``: ranks have other arguments.
 
     Example:
@@ -118,7 +120,9 @@ class ExpertParallel(ParallelStyle):
                 f"that holds the stacks, or stack the weights of a list of experts"
             )
         if _NAME in vars(module):
-            raise ValueError(f"{type(module).__name__} has a style already: {_style_of(module)}")
+            raise ValueError(
+                f"{type(module).__name__} has a style already: {vars(module)[_NAME].style}"
+            )
         if stacks := [name for name, each in module.named_buffers() if each.dim()]:
             raise NotImplementedError(
                 f"{stacks} of {type(module).__name__} are buffers: ranks hold some experts' part "
@@ -135,23 +139,14 @@ class ExpertParallel(ParallelStyle):
                 f"ranks have other styles for {axis.layer}: {each}. Pass the same arguments on all",
                 ranks=tuple(group.global_ranks),
             )
-        vars(module)[_NAME] = _Experts(self, axis, _function_of(module))
+        forward = module.forward
+
+        def plain(_: nn.Module, *inputs: Any) -> Any:
+            return forward(*inputs)
+
+        function = forward.__func__ if isinstance(forward, MethodType) else plain
+        vars(module)[_NAME] = _Experts(self, axis, function)
         module.forward = MethodType(_forward, module)  # a deep copy's is bound to the copy
-
-    def __repr__(self) -> str:
-        return f"ExpertParallel(dispatch={self.dispatch!r}, capacity={self.capacity})"
-
-
-def _style_of(module: nn.Module) -> ExpertParallel:
-    experts: _Experts = vars(module)[_NAME]
-    return experts.style
-
-
-def _function_of(module: nn.Module) -> Callable[..., Any]:
-    forward = module.forward
-    if isinstance(forward, MethodType):
-        return forward.__func__
-    return lambda _, *inputs: forward(*inputs)
 
 
 def _forward(module: nn.Module, *inputs: Any, **named: Any) -> Tensor:
@@ -160,37 +155,9 @@ def _forward(module: nn.Module, *inputs: Any, **named: Any) -> Tensor:
     values = [*bound.args[1:], *bound.kwargs.values()]
     if len(values) != 3 or not all(isinstance(value, Tensor) for value in values):
         raise TypeError(
-            f"{experts.axis.layer} takes rows [n, features], experts [n, k] and weights [n, k], "
-            f"got {[type(value).__name__ for value in values]}"
+            f"{experts.axis.layer} takes {_TAKEN}, got {[type(value).__name__ for value in values]}"
         )
-    return experts.run(module, *values)
-
-
-@dataclass(frozen=True)
-class _Dispatch:
-    """The rows that each rank sends to each expert: ``sent[rank][expert]``, after drops."""
-
-    routed: list[list[int]]
-    sent: list[list[int]]
-
-    @classmethod
-    def of(cls, routed: list[list[int]], capacity: float | None) -> _Dispatch:
-        if capacity is None:
-            return cls(routed, routed)
-        totals = list(map(sum, zip(*routed, strict=True)))
-        limit = math.ceil(capacity * sum(totals) / len(totals))
-        before = accumulate(routed, _plus, initial=[0] * len(totals))
-        return cls(
-            routed,
-            [
-                [max(0, min(n, limit - b)) for n, b in zip(row, earlier, strict=True)]
-                for row, earlier in zip(routed, before, strict=False)
-            ],
-        )
-
-
-def _plus(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    return [x + y for x, y in zip(a, b, strict=True)]
+    return experts.run(module, (values[0], values[1], values[2]))
 
 
 @dataclass
@@ -207,6 +174,12 @@ class _Balance:
     spent: bool = False
 
 
+#: Rows, the experts of each row, and their weights.
+_Given = tuple[Tensor, Tensor, Tensor]
+#: Numbers of rows by rank and expert.
+_Counts = list[list[int]]
+
+
 @dataclass
 class _Experts:
     """The experts of a module on the ranks of an axis."""
@@ -215,7 +188,8 @@ class _Experts:
     axis: MeshAxis
     #: The module's forward, for any rows and experts.
     function: Callable[..., Any]
-    last: _Dispatch | None = None
+    #: Of the last forward: the rows that went to each expert, and those that were dropped.
+    last: tuple[_Counts, int] | None = None
     #: The number of forwards.
     calls: int = 0
     balances: list[weakref.ref[_Balance]] = field(default_factory=list)
@@ -228,15 +202,16 @@ class _Experts:
         """The placement of a plain tensor along the axis."""
         return Replicate() if self.style.dispatch == "replicate" else Shard(0)
 
-    def run(self, module: nn.Module, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def run(self, module: nn.Module, given: _Given) -> Tensor:
         """The experts' results for each row, weighed and summed."""
-        self._check(module, rows, ids, weights)
+        self._check(module, *given)
+        rows = given[0]
         plain = not isinstance(rows, DTensor)
         if plain and self.style.dispatch == "rows" and self.axis.mesh.ndim == 1:
-            return self._local(module, (rows, ids, weights), None)
+            return self._local(module, given, None)
         whole = [
             self.axis.annotate(each, self.layout, f"{name} of {self.axis.layer}")
-            for each, name in ((rows, "rows"), (ids, "experts"), (weights, "weights"))
+            for each, name in zip(given, ("rows", "experts", "weights"), strict=True)
         ]
         spec = layout_of(whole[0])
         placements: list[Placement] = [
@@ -247,28 +222,20 @@ class _Experts:
         if not isinstance(placements[self.axis.number], Shard):
             placements[self.axis.number] = Shard(0)
         moved = [each.redistribute(placements=placements) for each in whole]
-        parts = tuple(each.to_local() for each in moved)
+        mine, ids, weights = (each.to_local() for each in moved)
         with carrying(hash(tuple(map(digest_of, whole))), self.axis.layer, whole[1]):
-            local = self._local(module, parts, placements)
+            local = self._local(module, (mine, ids, weights), placements)
         made = DTensor.from_local(local, self.axis.mesh, placements, shape=rows.shape)
         result = made.redistribute(placements=back)
         return self.axis.to_local(result) if plain else result
 
     def _check(self, module: nn.Module, rows: Tensor, ids: Tensor, weights: Tensor) -> None:
-        if (
-            rows.dim() != 2
-            or ids.dim() != 2
-            or ids.shape != weights.shape
-            or (len(ids) != len(rows))
-        ):
-            raise ValueError(
-                f"{self.axis.layer} takes rows [n, features], experts [n, k] and weights [n, k], "
-                f"got {list(rows.shape)}, {list(ids.shape)} and {list(weights.shape)}"
-            )
+        shapes = rows.shape, ids.shape, weights.shape
+        if [*map(len, shapes)] != [2, 2, 2] or ids.shape != weights.shape or len(ids) != len(rows):
+            raise ValueError(f"{self.axis.layer} takes {_TAKEN}, got {[*map(list, shapes)]}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise TypeError(f"the experts of rows are integers, got {ids.dtype}")
-        kinds = {isinstance(each, DTensor) for each in (rows, ids, weights)}
-        if len(kinds) > 1:
+        if len({isinstance(each, DTensor) for each in (rows, ids, weights)}) > 1:
             raise TypeError(
                 f"{self.axis.layer} takes rows, experts and weights that are all DTensors, or all "
                 f"plain tensors: distribute_tensor makes a plain tensor a DTensor"
@@ -283,38 +250,36 @@ class _Experts:
                 )
 
     def _local(
-        self,
-        module: nn.Module,
-        tensors: tuple[Tensor, ...],
-        placements: list[Placement] | None,
+        self, module: nn.Module, given: _Given, placements: list[Placement] | None
     ) -> Tensor:
         """The result for this rank's rows. Collective over the axis."""
-        rows, ids, weights = tensors
-        (size, top), count = ids.shape, self._count(module)
+        rows, ids, weights = given
+        (size, top), count = ids.shape, next(module.parameters()).shape[0]
         flat = ids.reshape(-1).long()
         group = self.axis.mesh.get_group(self.axis.number)
         rank, ranks = group.rank(), group.size()
         offsets, sizes = chunk_offsets(count, ranks), chunk_sizes(count, ranks)
         self.calls += 1
-        wrong = is_due(self.calls) and not self._is_linear(module, tensors, placements, sizes[rank])
-        dispatch = self._exchanged_counts(flat, weights, count, (group, wrong))
-        self._note_balance(flat, weights, dispatch, placements)
-        sent = dispatch.sent
+        wrong = is_due(self.calls) and sizes[rank] and not self._adds(module, given, placements)
+        routed = self._exchanged_counts(flat, weights, count, (group, bool(wrong)))
+        sent = _taken(routed, self.style.capacity)
+        self.last = sent, sum(map(sum, routed)) - sum(map(sum, sent))
         kept = _kept(flat, sent[rank])
         mine = slice(offsets[rank], offsets[rank] + sizes[rank])
         outgoing = [sum(sent[rank][o : o + n]) for o, n in zip(offsets, sizes, strict=True)]
         incoming = [sum(row[mine]) for row in sent]
-        leaving = _Spread.apply(rows, kept, top)  # type: ignore[no-untyped-call]
-        received = all_to_all_single(leaving, incoming, outgoing, group)
+        # In backward the gradients of a row's places are summed in their order.
+        places = rows.unsqueeze(1).expand(size, top, rows.shape[1]).flatten(0, 1)
+        received = all_to_all_single(places.index_select(0, kept), incoming, outgoing, group)
         numbers = torch.arange(sizes[rank], device=flat.device, dtype=ids.dtype)
         times = torch.tensor([n for row in sent for n in row[mine]], dtype=torch.long)
         local_ids = numbers.repeat(len(sent)).repeat_interleave(times.to(flat.device))
-        with self._local_weights(module, placements, sizes[rank]) as locals_:
+        with self._local_weights(module, placements) as stacks:
             if len(received):
                 unit = received.new_ones(len(received), 1)
                 done = self.function(module, received, local_ids.unsqueeze(1), unit)
-            else:
-                done = _WithoutRows.apply(received, *locals_)  # type: ignore[no-untyped-call]
+            else:  # weights have gradients of zeros, as on ranks with rows
+                done = received + sum(w.flatten()[:0].sum() for w in stacks if w.requires_grad)
         if done.shape != received.shape:
             raise ValueError(
                 f"{self.axis.layer} must return rows of the shape it takes, "
@@ -324,78 +289,79 @@ class _Experts:
         home = back.new_zeros(size * top, rows.shape[1]).index_copy(0, kept, back)
         shares = home.view(size, top, rows.shape[1]) * weights.unsqueeze(-1)
         result = shares.sum(1).to(rows.dtype)
-        self._keep_balance(result)
+        self._keep_balance(result, flat, weights, routed[rank], placements)
         return result
 
-    def _count(self, module: nn.Module) -> int:
-        """The number of all experts."""
-        return next(module.parameters()).shape[0]
+    def _adds(self, module: nn.Module, given: _Given, placements: list[Placement] | None) -> bool:
+        """False if some rows' results are not sums of weight times an expert's result. Local.
 
-    def _is_linear(
-        self,
-        module: nn.Module,
-        tensors: tuple[Tensor, ...],
-        placements: list[Placement] | None,
-        experts: int,
-    ) -> bool:
-        """False if this rank's experts are not linear in the weights of some rows. Local.
-
-        Powers of two, and signs, do not change rounding: results are equal bit for bit.
+        The module gets rows with two of this rank's experts each, and with a single one.
         """
-        rows, ids, weights = (each.detach() for each in tensors)
-        if not experts:
-            return True
+        rows, ids, weights = (each.detach() for each in given)
         few = rows[rows.any(1)][:_TRIED]  # zeros tell nothing
         few = few if len(few) else rows.new_ones(1, rows.shape[1])
-        numbers = torch.arange(len(few), device=ids.device).remainder(experts).to(ids.dtype)
-        factors = [2.0, -1.0] if bool((weights < 0).any()) else [2.0]
-        with torch.no_grad(), _evaluating(module), self._local_weights(module, placements, experts):
-            once, *others = [
-                self.function(module, few.clone(), numbers[:, None], few.new_full((len(few), 1), w))
-                for w in (1.0, *factors)
-            ]
-        pairs = [(once * w, other) for w, other in zip(factors, others, strict=True)]
-        return all(
-            bool(((a == b) | ~(a.isfinite() & b.isfinite())).all()) or a.shape != few.shape
-            for a, b in pairs
-        )
+        signs = [1, -1] if bool((weights < 0).any()) else [1]
+        few, top = few.repeat(len(signs), 1), min(ids.shape[1], 2)
+        factors = few.new_tensor([[2 * sign, sign] for sign in signs])[:, :top]
+        factors = factors.repeat_interleave(len(few) // len(signs), 0)
+        modes = {each: each.training for each in module.modules()}
+        module.eval()  # nothing is drawn at random
+        try:
+            with torch.no_grad(), self._local_weights(module, placements, least=top) as stacks:
+                numbers = torch.arange(len(few))[:, None] + torch.arange(top)
+                numbers = (numbers % len(stacks[0])).to(ids.device, ids.dtype)
+                alone = few.repeat_interleave(top, 0)
+                single = self.function(
+                    module, alone, numbers.reshape(-1, 1), alone.new_ones(len(alone), 1)
+                )
+                both = self.function(module, few.clone(), numbers, factors)
+        finally:
+            for each, mode in modes.items():
+                each.training = mode
+        if single.shape != alone.shape or both.shape != few.shape:
+            return True  # raises when rows come
+        parts = single.view(len(few), top, -1) * factors.unsqueeze(-1)
+        eps = torch.finfo(both.dtype).eps
+        room = min(64 * eps, eps**0.5) * parts.abs().sum(1).norm(dim=1)
+        return not bool(((parts.sum(1) - both).norm(dim=1) > room).any())
 
     def _exchanged_counts(
         self, flat: Tensor, weights: Tensor, count: int, state: tuple[ProcessGroup, bool]
-    ) -> _Dispatch:
+    ) -> _Counts:
         """The rows of each rank for each expert; raises on all ranks if a rank has bad numbers.
 
-        ``state`` is the group, and True if this rank's experts are not linear.
+        ``state`` is the group, and True if this rank's results are not sums.
         """
         group, wrong = state
         bad = ((flat < 0) | (flat >= count)).sum()
         nan = weights.detach().isnan().sum()
         counts = torch.bincount(flat.clamp(0, count - 1), minlength=count)
         mine = [counts, bad.view(1), nan.view(1), counts.new_tensor([wrong])]
-        lines: list[list[int]] = (
+        lines: _Counts = (
             all_gather_tensor(torch.cat(mine), 0, group).view(-1, count + len(mine) - 1).tolist()
         )
         if ranks := [rank for rank, line in enumerate(lines) if line[-1]]:
             raise ValueError(
-                f"{self.axis.layer} is not linear in the weights of experts (on ranks {ranks} of "
-                f"the axis): a multiple of the weight does not give this multiple of the result. "
-                f"ExpertParallel calls the module with weight 1, and weighs results where rows "
-                f"came from: let forward return the sum of weight times the expert's result, and "
-                f"do the rest outside the module"
+                f"{self.axis.layer} does not return, for a row, the sum of weight times the "
+                f"expert's result (on ranks {ranks} of the axis). ExpertParallel calls it with one "
+                f"expert a row and weight 1, and weighs and adds results where rows came from: let "
+                f"forward return the sum, and do the rest outside the module"
             )
         for column, what in ((-3, f"an expert's number outside 0 to {count - 1}"), (-2, "NaN")):
             if ranks := [rank for rank, line in enumerate(lines) if line[column]]:
                 raise ValueError(
                     f"the router gave {self.axis.layer} {what} on ranks {ranks} of the axis"
                 )
-        self.last = _Dispatch.of([line[:count] for line in lines], self.style.capacity)
-        return self.last
+        return [line[:count] for line in lines]
 
     @contextmanager
     def _local_weights(
-        self, module: nn.Module, placements: list[Placement] | None, experts: int
+        self, module: nn.Module, placements: list[Placement] | None, least: int = 0
     ) -> Iterator[list[Tensor]]:
-        """Let the module have this rank's experts, as plain tensors, and their number."""
+        """Let the module have this rank's experts, as plain tensors, and their number.
+
+        If there are fewer than ``least``, another with negative weights is added.
+        """
         size, own = self.axis.mesh.size(self.axis.number), vars(module)
         mine: dict[str, Any] = {}
         for name in module._parameters:  # attributes are found in __dict__ first
@@ -408,12 +374,16 @@ class _Experts:
             mine[name] = local = parameter.to_local(grad_placements=grads)[:]
             if placements is None and local.requires_grad and size > 1:
                 local.register_hook(lambda grad: grad / size)
+            if len(local) < least:
+                is_number = local.is_floating_point() and local.itemsize > 1
+                mine[name] = torch.cat([local, -local if is_number else local])
+        stacks = list(mine.values())
         if isinstance(own.get("num_experts"), int):
-            mine["num_experts"] = experts
+            mine["num_experts"] = len(stacks[0])
         saved = {name: own[name] for name in mine if name in own}
         own.update(mine)
         try:
-            yield [each for each in mine.values() if isinstance(each, Tensor)]
+            yield stacks
         finally:
             for name in mine:
                 del own[name]
@@ -421,30 +391,22 @@ class _Experts:
 
     # -- balance -----------------------------------------------------------------------------
 
-    def _note_balance(
+    def _keep_balance(
         self,
+        result: Tensor,
         flat: Tensor,
         weights: Tensor,
-        dispatch: _Dispatch,
+        routed: list[int],
         placements: list[Placement] | None,
     ) -> None:
         """Keep what :func:`balance_loss` needs, while the graph of the forward lives."""
-        self._noted: _Balance | None = None
-        if not (torch.is_grad_enabled() and weights.requires_grad):
-            return
-        count = len(dispatch.routed[0])
-        counts = torch.bincount(flat, minlength=count)
-        weight = weights.new_zeros(count).index_add(0, flat, weights.reshape(-1))
-        at = placements and [Partial() if isinstance(e, Shard) else e for e in placements]
-        self._noted = _Balance(
-            counts, weight, len(weights), weights.shape[1], self.axis.mesh, at or None
-        )
-
-    def _keep_balance(self, result: Tensor) -> None:
-        noted, self._noted = self._noted, None
         in_backward = torch._C._current_graph_task_id() != -1  # recomputed for a checkpoint
-        if noted is None or result.grad_fn is None or in_backward:
+        if result.grad_fn is None or not weights.requires_grad or in_backward:
             return
+        weight = weights.new_zeros(len(routed)).index_add(0, flat, weights.reshape(-1))
+        at = placements and [Partial() if isinstance(e, Shard) else e for e in placements]
+        counts, sizes = flat.new_tensor(routed), (len(weights), weights.shape[1])
+        noted = _Balance(counts, weight, *sizes, self.axis.mesh, at or None)
 
         def spend(_: Tensor) -> None:
             noted.spent = True
@@ -462,24 +424,23 @@ class _Experts:
         return [each for each in found if each is not None and not each.spent]
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Let the module be in eval mode: nothing is drawn at random."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
-        for each, _ in modes:
-            each.training = False
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
-
-
 def _summed(placements: list[Placement] | None, axis: int) -> Placement:
     """The layout of an expert's gradient along another axis: partial where it shards rows."""
     if placements is None or placements[axis].is_replicate():
         return Replicate()
     return Partial()
+
+
+def _taken(routed: _Counts, capacity: float | None) -> _Counts:
+    """The rows of each rank that each expert takes: the first, as many as it has room for."""
+    if capacity is None:
+        return routed
+    count = len(routed[0])
+    room, taken = [math.ceil(capacity * sum(map(sum, routed)) / count)] * count, []
+    for row in routed:
+        taken.append([*map(min, row, room)])
+        room = [*map(int.__sub__, room, taken[-1])]
+    return taken
 
 
 def _kept(flat: Tensor, sent: Sequence[int]) -> Tensor:
@@ -489,35 +450,6 @@ def _kept(flat: Tensor, sent: Sequence[int]) -> Tensor:
     expert = flat[order]
     place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[expert]
     return order[place < torch.tensor(sent, device=flat.device)[expert]]
-
-
-class _Spread(torch.autograd.Function):
-    """The row of each place that is sent; gradients of a row's places are summed in their order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, kept: Tensor, top: int) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.sizes = len(rows), top
-        return rows.index_select(0, kept // max(top, 1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (kept,), (size, top), (grad,) = ctx.saved_tensors, ctx.sizes, grads
-        home = grad.new_zeros(size * top, grad.shape[1]).index_copy_(0, kept, grad)
-        return home.view(size, top, grad.shape[1]).sum(1), None, None
-
-
-class _WithoutRows(torch.autograd.Function):
-    """No rows: they pass, and the weights have gradients of zeros, as on ranks with rows."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(*weights)
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return (*grads, *map(torch.zeros_like, ctx.saved_tensors))
 
 
 def _experts_in(model: nn.Module) -> list[tuple[str, _Experts]]:
@@ -566,25 +498,18 @@ def balance_loss(
         >>> from tilework.dtensor import init_device_mesh
         >>> from tilework.parallel import ExpertParallel, balance_loss, parallelize_module
         >>> from tilework.testing import run_ranks
-        >>> class Identity(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.weight = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
-        ...
-        ...     def forward(self, rows, experts, weights):
-        ...         return rows * self.weight[experts[:, 0]] * weights
         >>> def program(rank):
-        ...     experts = parallelize_module(
-        ...         Identity(), init_device_mesh("cpu", (2,)), ExpertParallel()
-        ...     )
+        ...     module = torch.nn.Module()
+        ...     module.scale = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
+        ...     module.forward = lambda rows, ids, w: rows * module.scale[ids[:, 0]] * w
+        ...     parallelize_module(module, init_device_mesh("cpu", (2,)), ExpertParallel())
         ...     weights = torch.full((3, 1), 0.5, requires_grad=True)
-        ...     out = experts(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), weights)
-        ...     return balance_loss(experts).item()
+        ...     out = module(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), weights)
+        ...     return balance_loss(module).item()
         >>> run_ranks(2, program)[0]  # all rows to one of two experts, with weight 0.5
         1.0
     """
-    counts, weights, rows, extra = [], [], [], []
-    found = _experts_in(model)
+    found, numbers, weights, lengths = _experts_in(model), [], [], []
     if router_logits is not None and len(router_logits) != len(found):
         raise ValueError(f"there are {len(found)} routers, got logits of {len(router_logits)}")
     for number, (name, experts) in enumerate(found):
@@ -594,43 +519,32 @@ def balance_loss(
                 f"{name} has made no forward with gradients since the last balance_loss(), or the "
                 f"backward has run: call balance_loss after the model and before backward()"
             )
-        weight = torch.stack([each.weight for each in seen]).sum(0)
+        weight, more = torch.stack([each.weight for each in seen]).sum(0), 0
+        counts = torch.stack([each.counts for each in seen]).sum(0)
         if router_logits is not None:
             weight, more = _probabilities(router_logits[number], seen, name, experts)
-            extra.append(more)
-        elif seen[0].top == 1 and all(_is_constant(each) for each in seen):
+        elif seen[0].top == 1 and bool((weight.detach() == counts).all()):
             raise ValueError(
                 f"each row gave {name} a single expert with weight 1: the balance loss would be "
                 f"constant. Pass router_logits"
             )
-        counts.append(torch.stack([each.counts for each in seen]).sum(0))
+        rows = sum(each.rows for each in seen)
+        numbers.append(torch.cat([counts, counts.new_tensor([rows, more])]))
         weights.append(weight.to(torch.promote_types(weight.dtype, torch.float32)))
-        rows.append(sum(each.rows for each in seen))
-    lengths = list(map(len, counts))
-    total = _reduced(
-        torch.cat([torch.cat(counts), counts[0].new_tensor(rows + extra)]), seen[0], mesh
-    )
-    if wrong := total[sum(lengths) + len(rows) :].nonzero().flatten().tolist():
+        lengths.append(len(counts))
+    total = torch.split(_reduced(torch.cat(numbers), seen[0], mesh), [n + 2 for n in lengths])
+    if wrong := [name for (name, _), each in zip(found, total, strict=True) if each[-1]]:
         raise ValueError(
-            f"router_logits of {[found[each][0] for each in wrong]} are not those of all rows "
+            f"router_logits of {wrong} are not those of all rows "
             f"since the last balance_loss(): concatenate the logits of all these forwards"
         )
-    share = _reduced(torch.cat(weights), seen[0], mesh)
-    parts = zip(
-        torch.split(total[: sum(lengths)], lengths),
-        torch.split(share, lengths),
-        total[sum(lengths) : sum(lengths) + len(rows)],
-        strict=True,
-    )
-    losses = [
-        len(places) * (places / places.sum().clamp(min=1) * weight / n.clamp(min=1)).sum()
-        for places, weight, n in parts
-    ]
+    shares = torch.split(_reduced(torch.cat(weights), seen[0], mesh), lengths)
+    losses = []
+    for each, share in zip(total, shares, strict=True):
+        places = each[:-2]
+        even = places / places.sum().clamp(min=1)
+        losses.append(len(places) * (even * share / each[-2].clamp(min=1)).sum())
     return torch.stack(losses).mean()
-
-
-def _is_constant(seen: _Balance) -> bool:
-    return bool((seen.weight.detach() == seen.counts).all())
 
 
 def _probabilities(
@@ -688,24 +602,23 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
-class ExpertReport:
+class ExpertReport(Shown):
     """The loads of all modules of experts; as text, a table."""
 
     layers: tuple[ExpertLoad, ...]
 
-    def __str__(self) -> str:
+    def __rich__(self) -> Page:
         titles = ("experts", "rows by expert", "rows by rank", "most / mean", "dropped")
         rows = [
             (
                 each.name,
-                " ".join(map(str, each.rows)),
-                " ".join(map(str, each.ranks)),
+                *(" ".join(map(str, numbers)) for numbers in (each.rows, each.ranks)),
                 f"{each.imbalance:.2f}",
                 str(each.dropped),
             )
             for each in self.layers
         ]
-        return str(Page(TextTable(titles, rows, {3, 4})))
+        return Page(TextTable(titles, rows, {3, 4}))
 
 
 def expert_report(model: nn.Module) -> ExpertReport:
@@ -722,20 +635,13 @@ def expert_report(model: nn.Module) -> ExpertReport:
         >>> from tilework.dtensor import init_device_mesh
         >>> from tilework.parallel import ExpertParallel, expert_report, parallelize_module
         >>> from tilework.testing import run_ranks
-        >>> class Identity(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.weight = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
-        ...
-        ...     def forward(self, rows, experts, weights):
-        ...         return rows * self.weight[experts[:, 0]] * weights
         >>> def program(rank):
-        ...     experts = parallelize_module(
-        ...         Identity(), init_device_mesh("cpu", (2,)), ExpertParallel()
-        ...     )
-        ...     weights = torch.full((3, 1), 0.5, requires_grad=True)
-        ...     out = experts(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), weights)
-        ...     return expert_report(experts).layers[0].rows
+        ...     module = torch.nn.Module()
+        ...     module.scale = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
+        ...     module.forward = lambda rows, ids, w: rows * module.scale[ids[:, 0]] * w
+        ...     parallelize_module(module, init_device_mesh("cpu", (2,)), ExpertParallel())
+        ...     module(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+        ...     return expert_report(module).layers[0].rows
         >>> run_ranks(2, program)[0]
         (6, 0)
     """
@@ -743,9 +649,9 @@ def expert_report(model: nn.Module) -> ExpertReport:
     for name, experts in _experts_in(model):
         if experts.last is None:
             raise ValueError(f"{name} has made no forward yet")
-        routed, sent = experts.last.routed, experts.last.sent
+        sent, dropped = experts.last
         rows = tuple(map(sum, zip(*sent, strict=True)))
-        offsets, sizes = chunk_offsets(len(rows), len(sent)), chunk_sizes(len(rows), len(sent))
-        ranks = tuple(sum(rows[o : o + n]) for o, n in zip(offsets, sizes, strict=True))
-        loads.append(ExpertLoad(name, rows, ranks, sum(map(sum, routed)) - sum(rows)))
+        left = iter(rows)
+        ranks = tuple(sum(islice(left, n)) for n in chunk_sizes(len(rows), len(sent)))
+        loads.append(ExpertLoad(name, rows, ranks, dropped))
     return ExpertReport(tuple(loads))

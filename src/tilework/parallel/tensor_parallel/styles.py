@@ -68,14 +68,14 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
     return (1, 0) if is_conv1d else None
 
 
-class _Style(ParallelStyle):
+class Style(ParallelStyle):
     """A style whose attributes have the names of the arguments."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in vars(self).items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
 
 
-class _ShardedLayer(_Style):
+class _ShardedLayer(Style):
     """A layer with a sharded weight, which moves inputs and outputs to given layouts."""
 
     #: The layouts that None stands for.
@@ -225,7 +225,7 @@ class RowwiseParallel(_ShardedLayer):
         return Shard(-1, _sizes_of_last(self.input_layouts))
 
 
-class SequenceParallel(ParallelStyle):
+class SequenceParallel(Style):
     """Each rank runs the module on a slice of the sequence: for norms, dropout, and other modules
     that treat each position of the sequence alone.
 
@@ -251,14 +251,13 @@ class SequenceParallel(ParallelStyle):
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        self.layout = Shard(sequence_dim)
-        self.use_local_output = use_local_output
+        self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         return {name: Replicate() for name, _ in module.named_parameters()}
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        name = type(module).__name__
+        name, layout = type(module).__name__, Shard(self.sequence_dim)
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not inputs:
@@ -267,8 +266,8 @@ class SequenceParallel(ParallelStyle):
                     f"and there are only inputs by name, {list(kwargs)}: pass the first without "
                     f"the name"
                 )
-            tensor = axis.annotate(inputs[0], self.layout, f"the input of {name}")
-            return (axis.move(tensor, self.layout), *inputs[1:]), kwargs
+            tensor = axis.annotate(inputs[0], layout, f"the input of {name}")
+            return (axis.move(tensor, layout), *inputs[1:]), kwargs
 
         def local(value: Tensor) -> Tensor:
             return axis.to_local(value) if isinstance(value, DTensor) else value
@@ -278,12 +277,6 @@ class SequenceParallel(ParallelStyle):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
-
-    def __repr__(self) -> str:
-        return (
-            f"SequenceParallel(sequence_dim={self.layout.dim}, "
-            f"use_local_output={self.use_local_output})"
-        )
 
 
 def _layout(layout: Placement | None, default: Placement) -> Placement:
@@ -320,7 +313,7 @@ def _unknown(style: ParallelStyle, module: nn.Module) -> NotImplementedError:
 Layouts = Placement | Sequence[Placement | None]
 
 
-class _WithoutParameters(_Style):
+class _WithoutParameters(Style):
     use_local_output: bool
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
