@@ -146,9 +146,10 @@ def test_another_axis_shards_something_else(way: str, first: Placement) -> None:
         run_ranks(4, lambda rank: run_case(case, rank))
 
 
-@each("way", ["ring", "heads"])
-def test_bfloat16_is_no_worse_than_one_process(way: str) -> None:
-    check(Case(way, ranks=(4,), length=40, dtype=torch.bfloat16))
+@each("way", ["gather", "ring", "heads"])
+@each("heads", [(4, 4), (8, 1)])
+def test_bfloat16_is_no_worse_than_one_process(way: str, heads: tuple[int, int]) -> None:
+    check(Case(way, ranks=(4,), length=40, heads=heads, dtype=torch.bfloat16))
 
 
 @given(
@@ -160,7 +161,7 @@ def test_bfloat16_is_no_worse_than_one_process(way: str) -> None:
         length=st.integers(1, 40),
         heads=st.sampled_from([(4, 4), (4, 2), (8, 2), (6, 1), (5, 5)]),
         mask=st.sampled_from(["none", "causal", "bool", "float"]),
-        dtype=st.sampled_from([torch.float32, torch.float64]),
+        dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
         width=st.sampled_from([8, 5]),
     )
 )
@@ -217,19 +218,26 @@ def test_bytes_of_heads(heads: tuple[int, int]) -> None:
 
 
 def test_the_cheapest_way() -> None:
-    def program(rank: int, tokens: int, heads: int) -> set[str]:
-        mesh = init_device_mesh("cpu", (4,))
-        x = distribute_tensor(torch.ones(1, heads, tokens, 8), mesh, [Shard(2)])
+    def program(tokens: int, heads: tuple[int, int], **how: Any) -> set[str]:
+        mesh, turns = init_device_mesh("cpu", (4,)), how.pop("turns", 1)
+        q, k = (
+            distribute_tensor(torch.ones(1, n, tokens, 8), mesh, [Shard(2, turns=turns)])
+            for n in heads
+        )
         with explain() as log:
-            sdpa(x, x, x, is_causal=True)
+            sdpa(q, k, k, enable_gqa=True, **how)
         return {event.collective for event in log.events}
 
-    for tokens, heads, want in (
-        (8, 4, "all_gather"),
-        (8192, 4, "all_to_all"),
-        (8192, 2, "message"),
+    for tokens, heads, how, want in (
+        (8, (4, 4), {"is_causal": True}, "all_gather"),
+        (8192, (4, 4), {"is_causal": True}, "all_to_all"),
+        (8192, (2, 2), {"is_causal": True}, "message"),
+        (8192, (16, 4), {}, "message"),  # heads would move more bytes
+        (8192, (16, 4), {"is_causal": True}, "all_to_all"),  # the last rank would compute longest
+        (8192, (16, 4), {"is_causal": True, "turns": 2}, "message"),
     ):
-        assert run_ranks(4, lambda rank, t=tokens, h=heads: program(rank, t, h))[0] == {want}
+        found = run_ranks(4, lambda rank, t=tokens, h=heads, how=how: program(t, h, **how))[0]
+        assert found == {want}, (heads, how)
 
 
 # -- what belongs to a call --------------------------------------------------------------------

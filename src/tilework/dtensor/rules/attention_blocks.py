@@ -169,9 +169,13 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+#: The dtypes of 16 bits.
+NARROW = (torch.bfloat16, torch.float16)
+
+
 def wide(x: Tensor) -> Tensor:
     """The tensor, in float32 if it has 16 bits: joined parts would be worse than torch's."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in NARROW else x
 
 
 @dataclass(frozen=True)

@@ -10,28 +10,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tilework.dtensor.base import layout_of
 from tilework.dtensor.propagation.strategy import Strategy
 from tilework.dtensor.random.generator import next_key
 from tilework.dtensor.rules.attention import (
+    Attention,
     are_keys_sharded,
-    broadcast_dims,
     decomposed_attention,
     default_scale,
-    fits,
     gathered_attention,
-    leading_dims,
     of_parts,
 )
-from tilework.dtensor.rules.attention_blocks import KeyPattern, Range
+from tilework.dtensor.rules.attention_blocks import NARROW, KeyPattern, Range
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.rules.ring_attention import AttentionPart, Dropout, Holders
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -39,13 +36,10 @@ from tilework.dtensor.tensor import DTensor
 from tilework.layout import Box, Shard
 from tilework.layout.internal import DEFAULT_COST
 from tilework.tiled import (
-    Arg,
     Decomposition,
-    Dim,
     Factor,
     LocalRanges,
     RuleResult,
-    dim_factors,
     dtensor_rule,
     local_call,
 )
@@ -54,6 +48,8 @@ Way = Literal["auto", "gather", "ring", "heads"]
 #: The prices of a message beside the arithmetic of another thread, in those of a message alone:
 #: measured (benchmarks/attention.py).
 _MEETING = 8
+#: The multiplications and additions of a thread while a byte moves (the same).
+_OPERATIONS = 16
 _way: ContextVar[Way] = ContextVar("way", default="auto")
 
 
@@ -108,30 +104,20 @@ def context_parallel(way: Way = "auto") -> Iterator[None]:
 
 
 @dtensor_rule("scaled_dot_product_attention")
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> RuleResult:
-    tensors = query, key, value
-    if any(tensor.ndim < 2 + enable_gqa for tensor in tensors):
+def _attention(*args: Any, **kwargs: Any) -> RuleResult:
+    call = Attention(*args, **kwargs)
+    if any(tensor.ndim < 2 + call.enable_gqa for tensor in call.tensors):
         return None  # torch raises when the call runs
-    if is_causal and attn_mask is not None:
+    if call.is_causal and call.attn_mask is not None:
         # Some kernels apply both, others raise: all ranks run the whole call, as one process does.
         return None
-    if not fits(attn_mask, tensors, enable_gqa):
+    if not call.fits():
         return None  # as above
-    if sequence_axes(query.spec, key.spec, value.spec):
+    if sequence_axes(*[each.spec for each in call.tensors]):
         return Decomposition(_attend)
-    if dropout_p > 0 or are_keys_sharded(query, key, value):
+    if call.dropout_p > 0 or are_keys_sharded(*call.tensors):
         return Decomposition(decomposed_attention)
-    return of_parts(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return of_parts(*call.all)
 
 
 def sequence_axes(*specs: DTensorSpec) -> Ints:
@@ -142,23 +128,13 @@ def sequence_axes(*specs: DTensorSpec) -> Ints:
     )
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(Attention):
     """A call of attention on DTensors whose sequence is sharded."""
-
-    query: DTensor
-    key: DTensor
-    value: DTensor
-    mask: Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    gqa: bool
 
     @cached_property
     def axes(self) -> Ints:
         """The axes that shard the sequence."""
-        return sequence_axes(*[layout_of(x) for x in (self.query, self.key, self.value)])
+        return sequence_axes(*map(layout_of, self.tensors))
 
     @cached_property
     def ranks(self) -> int:
@@ -194,20 +170,27 @@ class _Call:
 
     def run(self) -> Tensor:
         """The result. Collective."""
-        query, key, value, mask = self.query, self.key, self.value, self.mask
         way = self.way()
+        if not self._adds_up(way):
+            return self._by(way)
+        return _Call(*self.widened().all)._by(way).to(self.query.dtype)
+
+    def _adds_up(self, way: Way) -> bool:
+        """True if ranks add up gradients of keys that have 16 bits, too few: rounded parts."""
+        adds = way == "gather" or (way == "heads" and self.copies > 1)
+        return adds and self.query.dtype in NARROW
+
+    def _by(self, way: Way) -> Tensor:
+        mask = self.attn_mask
         if way == "heads":
             return self._by_heads()
-        given = (query, key, value, mask)
         if way == "ring":
-            pattern = (-1, 0 if self.causal else -1, ())
-            columns = mask if mask is None else mask.expand(*mask.shape[:-1], key.size(-2))
-            options: Any = pattern, self.scale, self.gqa
-            return ring_attention(query, key, value, columns, self.dropout, *options)[0]
-        if self.dropout > 0:
-            named: Any = {"scale": self.scale, "enable_gqa": self.gqa}
-            return decomposed_attention(*given, self.dropout, self.causal, **named)
-        return gathered_attention(*given, self.causal, self.scale, self.gqa)
+            pattern = (-1, 0 if self.is_causal else -1, ())
+            mask = mask if mask is None else mask.expand(*mask.shape[:-1], self.key.size(-2))
+            how = self.dropout_p, pattern, self.scale, self.enable_gqa
+            return ring_attention(*self.tensors, mask, *how)[0]
+        run = decomposed_attention if self.dropout_p > 0 else gathered_attention
+        return run(*self.all)
 
     def _cheapest(self) -> Way:
         """The way that moves the fewest bytes; of gather and ring, as messages are long."""
@@ -216,32 +199,50 @@ class _Call:
             for x in (self.query, self.key)
         )
         latency, others = DEFAULT_COST.latency_bytes, self.ranks - 1
-        gathered = 2 * (latency + keys * others)
-        moved = 4 * latency + 2 * (queries + keys * self.copies) * others / self.ranks
+        gathered = 2 * (latency + keys * others * (1 + self._adds_up("gather"))) + self._waiting()
+        moved = (queries + keys * self.copies) * (1 + self._adds_up("heads"))
+        moved = 4 * latency + 2 * moved * others / self.ranks
         even = self.heads[1] * self.copies % self.ranks == 0
-        if even and moved < gathered and self.mask is None and not self._against_heads():
+        if even and moved < gathered and self.attn_mask is None and not self._against_heads():
             return "heads"
-        is_cheap = self.dropout > 0 or (
+        is_cheap = self.dropout_p > 0 or (
             self.query.device.type == "cpu" and self.query.size(-1) == self.value.size(-1)
         )
         if is_cheap and 2 * keys > _MEETING * latency and not self._against_ring():
             return "ring"
         return "gather"
 
+    def _waiting(self) -> float:
+        """The bytes that could move while the last rank of a causal sequence computes longer.
+
+        Of contiguous shards it has (2p-1)/p times the mean of pairs; heads have equally many.
+        """
+        spec = layout_of(self.query)
+        if not self.is_causal or spec.is_dealt:
+            return 0
+        more = self.query.size(-2) ** 2 * (self.ranks - 1) / (2 * self.ranks**2)
+        heads = math.prod(self.query.shape[:-2]) / self._ranks_along(
+            axis for axis in spec.sharded_axes if axis not in self.axes
+        )
+        width = self.query.size(-1) + self.value.size(-1)
+        return float(2 * more * heads * width / _OPERATIONS)
+
     def _ranks_along(self, axes: Iterable[int]) -> int:
-        return math.prod([self.query.device_mesh.shape[axis] for axis in axes])
+        lengths: Ints = self.query.device_mesh.spec.shape
+        return math.prod([lengths[axis] for axis in axes])
 
     # -- ring --------------------------------------------------------------------------------
 
     def _against_ring(self) -> str:
         """The reason for which a ring does not serve; "" if it does."""
-        query, key, value = self.query, self.key, self.value
-        batches = {tuple(x.shape[: -3 if self.gqa else -2]) for x in (query, key, value)}
+        query, key, value = self.tensors
+        batches = {tuple(x.shape[: -3 if self.enable_gqa else -2]) for x in self.tensors}
         if not query.size(-2) == key.size(-2) == value.size(-2):
             return f"it needs as many queries as keys, got {query.size(-2)} and {key.size(-2)}"
         if len(batches) > 1:
             return f"it needs equal batches, and does not broadcast them, got {sorted(batches)}"
-        if self.mask is not None and self.mask.requires_grad and torch.is_grad_enabled():
+        mask = self.attn_mask
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
             return "the mask requires a gradient; 'gather' gives it one"
         return ""
 
@@ -250,9 +251,6 @@ class _Call:
     def _against_heads(self) -> str:
         """The reason for which heads do not serve; "" if they do."""
         queries, keys = self.heads
-        others = (
-            self._ranks_along(layout_of(self.query).axes_of(self.query.dim() - 3)) if keys else 1
-        )
         if not self.copies:
             return (
                 f"{queries} heads of queries are fewer than the {self.ranks} ranks, or no multiple "
@@ -273,14 +271,11 @@ class _Call:
         queries, keys = self.heads
         keys *= self.copies
         share = [keys // self.ranks + (r < keys % self.ranks) for r in range(self.ranks)]
-        out = F.scaled_dot_product_attention(
-            self._to_heads(self.query, share, queries // keys),
-            self._to_heads(_copied(self.key, self.copies), share),
-            self._to_heads(_copied(self.value, self.copies), share),
-            *(self.mask, self.dropout, self.causal),
-            scale=self.scale,
-            enable_gqa=self.gqa and queries != keys,
-        )
+        query = self._to_heads(self.query, share, queries // keys)
+        key, value = [self._to_heads(_copied(x, self.copies), share) for x in self.tensors[1:]]
+        given = self.attn_mask, self.dropout_p, self.is_causal, self.scale
+        shares = self.enable_gqa and queries != keys
+        out = Attention(query, key, value, *given, enable_gqa=shares).by_torch()
         assert isinstance(out, DTensor)
         back = layout_of(self.query)
         return out.redistribute(placements=back.placements, order=back.order)
@@ -305,48 +300,23 @@ def _copied(x: DTensor, copies: int) -> DTensor:
     return result
 
 
-def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attend(*args: Any, **kwargs: Any) -> Tensor:
     """Attention where the sequence is sharded, in the chosen or the cheapest way. Collective."""
-    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return call.run()
+    return _Call(*args, **kwargs).run()
 
 
 def _ring_rule(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    dropout: float,
-    pattern: tuple[int, int, Ints],
-    scale: float | None,
-    gqa: bool,
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, *how: Any
 ) -> RuleResult:
     """The rule of a ring: queries and keys share a factor, and the local function gets the rest."""
-    leading = leading_dims([query, key, value], gqa)
-    if leading is None:
-        return None
-    out, (of_query, of_key, of_value) = leading
+    pattern, scale, gqa = how
     sequence = Factor(query.shape[-2], "sequence")
-    depth = Factor(query.shape[-1], "depth", unshardable=True)
-    width = Factor(value.shape[-1], "width")
-    inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
-        query: [*of_query, sequence, depth],
-        key: [*of_key, sequence, depth],
-        value: [*of_value, sequence, width],
-    }
-    if mask is not None:
-        keys = Factor(key.shape[-2], "keys", unshardable=True)
-        inputs[mask] = broadcast_dims(mask.shape, dim_factors([*out, sequence, keys]))
+    columns = Factor(key.shape[-2], "keys", unshardable=True)
+    call = Attention(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
+    dims = call.dims(sequence, sequence, columns)
+    if dims is None:
+        return None
+    out, inputs = dims
 
     def run(ranges: LocalRanges) -> Callable[..., Any]:
         assert isinstance(ranges, Strategy)
@@ -357,15 +327,15 @@ def _ring_rule(
             q, k, v, *masks = tensors
             part = part_of(specs, axes, keys_of, default_scale(q, scale))
             if dropout > 0:
-                key = next_key(specs[0].mesh)
                 shape = (*specs[0].shape[:-1], specs[1].shape[-2])
-                first = specs[0].tiling.boxes_of(specs[0].mesh.get_rank())[0].offsets[:-2]
-                part = part.dropping(Dropout(dropout, key, shape, first))
+                first = specs[0].local_boxes[0].offsets[:-2]
+                drawn = Dropout(dropout, next_key(specs[0].mesh), shape, first)
+                part = replace(part, dropout=drawn)
             return part.attend(q, k, v, masks[0] if masks else None)
 
         return attend
 
-    return local_call(inputs, [[*out, sequence, width], [*out, sequence]], run=run)
+    return local_call(inputs, [out, out[:-1]], run=run)
 
 
 def part_of(
@@ -393,25 +363,13 @@ def _rows(box: Box) -> Range:
 
 @internal_operator(_ring_rule)
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    pattern: tuple[int, int, Ints],
-    scale: float | None,
-    gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, *how: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention whose keys come in messages: the result, and the logarithms of sums of weights.
 
-    ``pattern`` are the arguments of :meth:`KeyPattern.of`.
+    ``how`` are the arguments of :meth:`KeyPattern.of`, the scale, and whether heads share keys.
     """
-    # For shapes: nothing is dropped.
-    all_keys = (((0, key.size(-2)),),)
-    part = AttentionPart(
-        Holders(0, all_keys, all_keys),
-        ((0, query.size(-2)),),
-        KeyPattern.of(*pattern),
-        default_scale(query, scale),
-    )
+    pattern, scale, _ = how  # for shapes: nothing is dropped
+    rows, keys = (0, query.size(-2)), key.size(-2)
+    part = AttentionPart.alone(rows, keys, KeyPattern.of(*pattern), default_scale(query, scale))
     return part.attend(query, key, value, mask)

@@ -7,7 +7,7 @@ with those that came before. Backward gets them again, and sends their gradients
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilework.comm import provenance_digest
-from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.internal import device_kind
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
@@ -29,6 +29,7 @@ from tilework.dtensor.rules.attention_blocks import (
     Block,
     BlockPlace,
     KeyPattern,
+    Range,
     Ranges,
     count,
     finite,
@@ -39,6 +40,8 @@ from tilework.dtensor.rules.attention_blocks import (
 )
 from tilework.dtensor.spec import DTensorSpec, Ints
 
+#: Waits for rows of two tensors, which come from another rank.
+Arriving = Callable[[], list[Tensor]]
 #: Logarithms up to this one keep their digits behind the point.
 _PRECISE = 64
 
@@ -139,6 +142,12 @@ class AttentionPart:
     leading: Ints = ()
     shift: Tensor | None = None
 
+    @classmethod
+    def alone(cls, queries: Range, keys: int, pattern: KeyPattern, scale: float) -> AttentionPart:
+        """The part of a rank that holds the first keys, and needs no others."""
+        held = (((0, keys),),)
+        return cls(Holders(0, held, held), (queries,), pattern, scale)
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -171,10 +180,6 @@ class AttentionPart:
             causes.tag_gradient(out)
         return out.reshape(*shape[:-1], out.shape[-1]), logs.reshape(shape[:-1])
 
-    def dropping(self, dropout: Dropout) -> AttentionPart:
-        """The same, with dropout."""
-        return replace(self, dropout=dropout)
-
     @staticmethod
     def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors as autocast gives them to torch's attention."""
@@ -199,21 +204,18 @@ class AttentionPart:
             q, k, v = query[:, :, piece.queries], key[:, :, piece.keys], value[:, :, piece.keys]
             if 0 in q.shape[:2]:
                 continue
-            added = None if mask is None else self._columns(mask, piece)
+            added = mask
+            if mask is not None:
+                added = mask[:, :, piece.queries, piece.first[1] :][..., : k.shape[2]]
             if piece.masked:
                 ends = [at + x.shape[2] for at, x in zip(piece.first, (q, k), strict=True)]
                 allowed = self.pattern.allowed(*zip(piece.first, ends, strict=True))
                 added = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf)
                 added = added.to(q.device)
-            kept = None
-            if self.dropout is not None:
-                kept = self.dropout.factors(query, piece, self.leading)
+            drop = self.dropout
+            kept = None if drop is None else drop.factors(query, piece, self.leading)
             shift = None if self.shift is None else self.shift[:, :, piece.queries]
             yield piece, Block(q, k, v, piece.causal, added, kept, self.scale, flash, shift)
-
-    def _columns(self, mask: Tensor, piece: BlockPlace) -> Tensor:
-        start = piece.first[1]
-        return mask[:, :, piece.queries, start : start + piece.keys.stop - piece.keys.start]
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -224,12 +226,12 @@ class AttentionPart:
         yield 0, self.holders.held[self.holders.me], key, value
         for number, step in enumerate(steps):
             assert arriving is not None
-            came = arriving.wait()
+            came = arriving()
             more = steps[number + 1 : number + 2]
             arriving = self._keys(more[0], key, value) if more else None
             yield step, self.holders.received(step), came[0], came[1]
 
-    def _keys(self, step: int, key: Tensor, value: Tensor) -> KeyMessage:
+    def _keys(self, step: int, key: Tensor, value: Tensor) -> Arriving:
         rows = local_slices(self.holders.held[self.holders.me], self.holders.sent(step))
         return self.message(step, (key, value), rows, count(self.holders.received(step)))
 
@@ -240,46 +242,30 @@ class AttentionPart:
         rows: Sequence[slice],
         arrive: int,
         back: bool = False,
-    ) -> KeyMessage:
+    ) -> Arriving:
         """Start to send rows of two tensors ``step`` ranks ahead (or ``back``), and to get some."""
         assert self.group is not None
         assert self.specs is not None
         if causes.watchers:
             width = sum(math.prod((*x.shape[:2], x.shape[3])) * x.element_size() for x in pair)
             causes.record_message(self.specs[1], self.group, width * self.holders.most(step), back)
-        return KeyMessage(self.group, -step if back else step, pair, rows, arrive)
-
-
-class KeyMessage:
-    """Rows of two tensors on their way to another rank, and as many from a third."""
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        ahead: int,
-        pair: Sequence[Tensor],
-        rows: Sequence[slice],
-        arrive: int,
-    ) -> None:
-        me, size = group.rank(), group.size()
+        me, size, ahead = self.group.rank(), self.group.size(), -step if back else step
         parts = [torch.cat([x[:, :, :0], *[x[:, :, each] for each in rows]], 2) for x in pair]
-        self._sent = torch.cat([part.reshape(-1) for part in parts])
-        self._shapes = [(*x.shape[:2], arrive, x.shape[3]) for x in pair]
-        sizes = list(map(math.prod, self._shapes))
-        self._came = self._sent.new_empty(sum(sizes))
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        shapes = [(*x.shape[:2], arrive, x.shape[3]) for x in pair]
+        sizes = list(map(math.prod, shapes))
+        came = sent.new_empty(sum(sizes))
         out, into = [0] * size, [0] * size
-        out[(me + ahead) % size], into[(me - ahead) % size] = self._sent.numel(), sum(sizes)
-        self._sizes = sizes
-        self._work: Work | None = group.collective(
-            *("all_to_all_single", self._sent, self._came, None, 0, True), (out, into)
-        )
+        out[(me + ahead) % size], into[(me - ahead) % size] = sent.numel(), sum(sizes)
+        work = self.group.collective(*("all_to_all_single", sent, came, None, 0, True), (out, into))
 
-    def wait(self) -> list[Tensor]:
-        """The two tensors that came. Blocks."""
-        if self._work is not None:
-            self._work.wait()
-        parts = torch.split(self._came, self._sizes)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        def wait() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            parts = zip(torch.split(came, sizes), shapes, strict=True)
+            return [part.view(shape) for part, shape in parts]
+
+        return wait
 
 
 def _shift_of(mask: Tensor) -> Tensor | None:
@@ -338,70 +324,48 @@ class _Attention(LocalFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, logs = ctx.saved_tensors
         part: AttentionPart = ctx.part
-        grads = [torch.zeros_like(wide(x)) for x in (query, key, value)]
-        local = _Backward(part, (query, mask, out, logs), wide(grad), grads)
+        saved, dtype = ctx.saved_tensors, grad.dtype
         if part.specs is None:
-            local.run(key, value)
+            grads = _gradients(part, saved, wide(grad))
         else:
             of = gradient_of(ctx.of, part.specs[0], grad)
-            text = TensorText(part.specs[1], key.dtype)
-            with moving(of.digest, of.operator, text):
-                local.run(key, value)
-        given = [x.to(query.dtype) for x in grads]
-        return *given, None, None
+            with moving(of.digest, of.operator, TensorText(part.specs[1], dtype)):
+                grads = _gradients(part, saved, wide(grad))
+        return *[x.to(dtype) for x in grads], None, None
 
 
-class _Backward:
-    """The backward pass of a part: adds to the gradients of query, key and value."""
-
-    def __init__(
-        self, part: AttentionPart, saved: Sequence[Any], grad: Tensor, grads: Sequence[Tensor]
-    ) -> None:
-        self._part, self._saved, self._grad, self._grads = part, saved, grad, grads
-        self._holders = part.holders
-
-    def run(self, key: Tensor, value: Tensor) -> None:
-        """Compute all blocks. Collective over the part's group."""
-        returning: tuple[int, KeyMessage] | None = None
-        for step, keys, k, v in self._part.rounds(key, value):
-            found = self._of_block(keys, k, v)
-            if returning is not None:
-                self._add(*returning)
-                returning = None
-            if step == 0:
-                for total, each in zip(self._grads[1:], found, strict=True):
-                    total.add_(each)
-            else:
-                rows, arrive = [slice(0, count(keys))], count(self._holders.sent(step))
-                returning = step, self._part.message(step, found, rows, arrive, back=True)
-        if returning is not None:
-            self._add(*returning)
-
-    def _add(self, step: int, message: KeyMessage) -> None:
-        """Add the gradients that another rank computed for keys of this rank."""
-        held = self._holders.held[self._holders.me]
-        for total, came in zip(self._grads[1:], message.wait(), strict=True):
-            at = 0
-            for rows in local_slices(held, self._holders.sent(step)):
-                size = rows.stop - rows.start
-                total[:, :, rows].add_(came[:, :, at : at + size])
-                at += size
-
-    def _of_block(self, keys: Ranges, key: Tensor, value: Tensor) -> list[Tensor]:
-        """The gradients of keys and values; adds to that of the query."""
-        query, mask, out, logs = self._saved
-        found = [torch.zeros_like(wide(x)) for x in (key, value)]
-        for piece, block in self._part.blocks((query, key, value), mask, keys):
+def _gradients(part: AttentionPart, saved: Sequence[Any], grad: Tensor) -> list[Tensor]:
+    """The gradients of query, key and value. Collective over the part's group."""
+    query, key, value, mask, out, logs = saved
+    grads = [torch.zeros_like(wide(x)) for x in (query, key, value)]
+    returning: tuple[int, Arriving] | None = None
+    for step, keys, k, v in part.rounds(key, value):
+        found = [torch.zeros_like(wide(x)) for x in (k, v)] if step else grads[1:]
+        for piece, block in part.blocks((query, k, v), mask, keys):
             rows = piece.queries
-            of_query, *others = block.backward(
-                self._grad[:, :, rows], out[:, :, rows], logs[:, :, rows]
-            )
-            self._grads[0][:, :, rows].add_(of_query)
-            for total, each in zip(found, others, strict=True):
-                heads = total.shape[1]
-                if each.shape[1] != heads:
-                    each = torch.unflatten(each, 1, (heads, -1)).sum(2)
+            parts = block.backward(grad[:, :, rows], out[:, :, rows], logs[:, :, rows])
+            grads[0][:, :, rows].add_(parts[0])
+            for total, each in zip(found, parts[1:], strict=True):
+                if each.shape[1] != total.shape[1]:
+                    each = torch.unflatten(each, 1, (total.shape[1], -1)).sum(2)
                 total[:, :, piece.keys].add_(each)
-        return found
+        if returning is not None:
+            _add(part.holders, grads[1:], *returning)
+            returning = None
+        if step:
+            rows, arrive = slice(0, count(keys)), count(part.holders.sent(step))
+            returning = step, part.message(step, found, [rows], arrive, back=True)
+    if returning is not None:
+        _add(part.holders, grads[1:], *returning)
+    return grads
+
+
+def _add(holders: Holders, totals: Sequence[Tensor], step: int, arriving: Arriving) -> None:
+    """Add the gradients that another rank computed for keys of this rank."""
+    for total, came in zip(totals, arriving(), strict=True):
+        at = 0
+        for rows in local_slices(holders.held[holders.me], holders.sent(step)):
+            size = rows.stop - rows.start
+            total[:, :, rows].add_(came[:, :, at : at + size])
+            at += size
