@@ -25,7 +25,9 @@ ranks, sharded along the first dim, the last, and at random. Only `as_strided` a
 {never} operators were never gathered, {partly} for some calls, {always} always; {none} have no
 samples that can be called here. {whole} operators move a sharded dim whole in calls with the first
 tensor alone sharded, along each dim in turn, on 2 ranks: a rank gets all of the dim that the call
-looks along. Some samples are so small that nothing less would do.
+looks along. Some samples are so small that nothing less would do. Sorts and quantiles do it since
+an element may belong on any rank, so that nearly all would move anyway; `cummax` and `cummin`,
+since ranks exchange no pairs of a value and an index; adaptive pools, where windows differ in size.
 
 Results have the strides of plain results and share memory where these do, whether the first tensor
 is contiguous, transposed, in `channels_last`, or a slice with steps (39,180 calls in float64).

@@ -50,3 +50,30 @@ def test_topk_moves_candidates_only() -> None:
         return log.nbytes
 
     assert run_ranks(4, rank)[0] == 3 * 2 * (4 + 8)  # of the other ranks: values and indices
+
+
+@examples()
+@given(st.data())
+def test_gradients_of_gradients_of_logcumsumexp(data: st.DataObject) -> None:
+    rows, length = data.draw(st.integers(1, 7)), data.draw(st.integers(2, 4))
+    placement = Shard(0, turns=data.draw(st.integers(1, 2)))
+    torch.manual_seed(rows)
+    x, g, h = torch.randn(3, rows, 2, dtype=torch.float64)
+    x[: data.draw(st.integers(0, 2))] = -torch.inf  # which has no gradient of a gradient in torch
+
+    def grads(*tensors: Any) -> list[Any]:
+        x, g, h = (each.requires_grad_() for each in tensors)
+        y = x.logcumsumexp(0)
+        (d,) = torch.autograd.grad((y * g).sum(), x, create_graph=True)
+        return [y, d, *torch.autograd.grad((d * h).sum(), [x, g])]
+
+    wanted = grads(*[each.clone() for each in (x, g, h)])
+
+    def rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (length,))
+        for found, want in zip(
+            grads(*[cut(each, mesh, [placement]) for each in (x, g, h)]), wanted, strict=True
+        ):
+            torch.testing.assert_close(full(found), want, equal_nan=True)
+
+    run_ranks(length, rank)

@@ -94,7 +94,12 @@ def pools(draw: st.DrawFn) -> Function:
     counted, dilation = draw(st.booleans()), draw(st.integers(1, 2))
     kinds: list[Function] = [
         lambda x: F.max_pool2d(x, kernel, stride, padding, dilation, ceil),
+        lambda x: F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)[0],
+        lambda x: F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)[1],
         lambda x: F.avg_pool2d(x, kernel, stride, padding, ceil, counted),
+        lambda x: F.avg_pool2d(x, kernel, stride, padding, ceil, counted, 3),
+        lambda x: F.adaptive_avg_pool2d(x, (kernel, None)),
+        lambda x: F.adaptive_max_pool2d(x, kernel),
         lambda x: F.lp_pool2d(x, 2, kernel, stride, ceil),
     ]
     return draw(st.sampled_from(kinds))

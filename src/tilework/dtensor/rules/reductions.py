@@ -92,10 +92,26 @@ def _counts(input: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
     return keep_inputs_in_graph(counts.to(dtype), weights)
 
 
+def _log_of_sum(x: Tensor, dim: int, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    return _finite(x).logsumexp(dim, keepdim)
+
+
+def _either_log(a: Tensor, b: Tensor) -> Tensor:
+    b = _finite(b)
+    nothing = b == torch.finfo(b.dtype).min
+    return torch.where(nothing, a, torch.stack([a, b.expand_as(a)]).logsumexp(0))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """The logarithms, the least number for 0: gradients of gradients of infinities are none."""
+    return x.clamp(min=torch.finfo(x.dtype).min)
+
+
 #: The total of a shard, and the function that combines it with later shards.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "cumsum": (torch.sum, torch.add),
     "cumprod": (torch.prod, torch.mul),
+    "logcumsumexp": (_log_of_sum, _either_log),
 }
 
 
@@ -161,8 +177,8 @@ def _scan(input: Tensor, totals: Tensor, name: str, dim: int) -> Tensor:
 
 
 def _accumulated(x: Tensor, name: str, dim: int) -> Tensor:
-    result: Tensor = getattr(torch, name)(x, dim, dtype=x.dtype)
-    return result
+    result: Tensor = getattr(torch, name)(x, dim)
+    return result.to(x.dtype)
 
 
 def _in_ranges(input: Tensor) -> Tensor:
@@ -180,8 +196,9 @@ def _register(name: str) -> None:
         dims = dims_of(input.ndim, dim)
         if not dims or not input.is_sharded(dims[0]):
             return None
-        if dtype is torch.bool:
-            return None  # torch raises
+        is_log = name == "logcumsumexp"
+        if dtype is torch.bool or (is_log and not input.dtype.is_floating_point):
+            return None  # torch raises, or its complex logarithms are its own
         kind = dtype or input.dtype
         if not (kind.is_floating_point or kind.is_complex):
             kind = dtype or torch.int64
@@ -193,8 +210,8 @@ def _register(name: str) -> None:
         return Decomposition(run)
 
 
-_register("cumsum")
-_register("cumprod")
+for _name in _KINDS:
+    _register(_name)
 
 
 @dtensor_rule("sum_to_size")

@@ -18,6 +18,7 @@ from tilework.dtensor.redistribution.box_exchange import BoxExchange
 from tilework.dtensor.spec import DTensorSpec
 from tilework.tiled import (
     Arg,
+    Decomposition,
     Dim,
     DimFactors,
     Factor,
@@ -70,6 +71,10 @@ class WindowsOfDim:
         return (first - low, high - first - size) if size else (high - low, 0)
 
 
+#: The windows along each dim, with the offset and the number of those that this rank has.
+Spans = Sequence[tuple[WindowsOfDim, int, int]]
+
+
 @dataclass(frozen=True)
 class _Call:
     """A call of an operator that looks at windows.
@@ -81,6 +86,7 @@ class _Call:
         windows: The windows of each of the input's last dims.
         known: The call on shards of which no window needs elements of others.
         value: The padding's value.
+        adjust: Makes results from those of a part: takes the part's windows, and its sizes.
     """
 
     function: Callable[..., Any]
@@ -89,6 +95,7 @@ class _Call:
     windows: Sequence[WindowsOfDim]
     known: LocalCall
     value: float = 0.0
+    adjust: Callable[[Spans, Sequence[int], Any], Any] | None = None
 
     @property
     def dims(self) -> range:
@@ -107,9 +114,9 @@ class _Call:
         lead = [math.prod(factor.size for factor in dim) for dim in after[: self.dims[0]]]
         return replace(
             self.known,
-            map=replace(mapped, inputs=inputs, outputs=(tuple(after),)),
+            map=replace(mapped, inputs=inputs, outputs=(tuple(after),) * len(mapped.outputs)),
             run=partial(self._make, inputs),
-            shapes=[(*lead, *(windows.out for windows in self.windows))],
+            shapes=[(*lead, *(windows.out for windows in self.windows))] * len(mapped.outputs),
         )
 
     def _make(self, inputs: tuple[DimFactors, ...], ranges: Any) -> Callable[..., Tensor] | None:
@@ -131,15 +138,14 @@ class _Call:
         )
         padded = dict(zip(self.dims, map(sum, widths), strict=True))
         shape = [size + padded.get(dim, 0) for dim, size in enumerate(exchange.box_sizes)]
-        cropped = partial(_cropped, self.function, spans, self.dims)
+        cropped = partial(self._cropped, spans)
         run = self._guarded(cropped, inputs, shape, ranges)
         flat = [width for pair in reversed(widths) for width in pair]
 
-        def on_box(*tensors: Tensor) -> Tensor:
+        def on_box(*tensors: Tensor) -> Any:
             box = exchange(tensors[number], self.function.__name__)
-            local = [*tensors[:number], F.pad(box, flat, value=self.value), *tensors[number + 1 :]]
-            result: Tensor = run(*local)
-            return result
+            padded = F.pad(box, flat, value=self.value)
+            return run(*tensors[:number], padded, *tensors[number + 1 :])
 
         return on_box
 
@@ -170,28 +176,29 @@ class _Call:
         assert run is not None
         return run
 
+    def _cropped(self, spans: Spans, **arguments: Any) -> Any:
+        """The range of each result that this rank has, from the padded input."""
+        bias = arguments.pop("bias", None) if spans[0][0].transposed else None
+        made = self.function(**arguments)
+        if self.adjust is not None:
+            made = self.adjust(spans, arguments["input"].shape[self.dims[0] :], made)
+        results = [self._crop(spans, each) for each in (made if type(made) is tuple else (made,))]
+        if type(made) is tuple:
+            return tuple(results)
+        return results[0] if bias is None else results[0] + bias.view(-1, *[1] * len(self.dims))
 
-def _cropped(
-    function: Callable[..., Tensor],
-    spans: Sequence[tuple[WindowsOfDim, int, int]],
-    dims: Sequence[int],
-    **arguments: Any,
-) -> Tensor:
-    """The range of the result that this rank has, from the padded input."""
-    transposed = spans[0][0].transposed
-    bias = arguments.pop("bias", None) if transposed else None
-    out = function(**arguments)
-    for dim, (window, start, count) in zip(dims, spans, strict=True):
-        first = start
-        if transposed:
-            first = window.needed(start, max(count, 1))[0] * window.stride - window.before
-        left = first - start
-        widths = max(left, 0), max(count - left - out.shape[dim], 0)
-        if any(widths):
-            out = F.pad(out, (0, 0) * (out.ndim - dim - 1) + widths)
-        if out.shape[dim] != count:
-            out = out.narrow(dim, max(-left, 0), count)
-    return out if bias is None else out + bias.view(-1, *[1] * len(dims))
+    def _crop(self, spans: Spans, out: Tensor) -> Tensor:
+        for dim, (window, start, count) in zip(self.dims, spans, strict=True):
+            first = start
+            if window.transposed:
+                first = window.needed(start, max(count, 1))[0] * window.stride - window.before
+            left = first - start
+            widths = max(left, 0), max(count - left - out.shape[dim], 0)
+            if any(widths):
+                out = F.pad(out, (0, 0) * (out.ndim - dim - 1) + widths)
+            if out.shape[dim] != count:
+                out = out.narrow(dim, max(-left, 0), count)
+        return out
 
 
 def _out_sizes(function: Callable[..., Any], arguments: Mapping[str, Any], count: int) -> Any:
@@ -203,9 +210,10 @@ def _out_sizes(function: Callable[..., Any], arguments: Mapping[str, Any], count
         for name, arg in arguments.items()
     }
     try:
-        return function(**on_meta).shape[-count:]
+        made = function(**on_meta)
     except (RuntimeError, ValueError, TypeError):
         return None
+    return (made[0] if isinstance(made, tuple) else made).shape[-count:]
 
 
 # -- rules -----------------------------------------------------------------------------------
@@ -264,12 +272,18 @@ def _register_pool(name: str, spatial: int, names: str) -> None:
             return None
         given["stride"] = given.get("stride") or kernel
         windows = _windows_of(function, given, kernel)
-        if windows is None or not (is_max or _counts_all(given, windows)):
+        if windows is None:
             return None
-        worst = -math.inf if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
-        whole = {**given, "ceil_mode": False, **padding}
-        value = worst if is_max else 0.0
-        return _Call(function, whole, input, windows, call, value).with_halos()
+        whole, value = {**given, "ceil_mode": False, **padding}, 0.0
+        adjust: Callable[..., Any] | None = None
+        if is_max:
+            is_float = input.dtype.is_floating_point
+            value = -math.inf if is_float else torch.iinfo(input.dtype).min
+            steps = per_dim(given.get("dilation", 1), spatial) or ()
+            adjust = partial(_global_indices, steps) if name.endswith("indices") else None
+        elif given.get("divisor_override") is None and not _counts_all(given, windows):
+            adjust = partial(_mean_of_counted, given)
+        return _Call(function, whole, input, windows, call, value, adjust).with_halos()
 
 
 def _counts_all(arguments: Mapping[str, Any], windows: Sequence[WindowsOfDim]) -> bool:
@@ -279,7 +293,57 @@ def _counts_all(arguments: Mapping[str, Any], windows: Sequence[WindowsOfDim]) -
     return inside and (not padded or arguments.get("count_include_pad", True))
 
 
+def _mean_of_counted(given: Mapping[str, Any], spans: Spans, _: Any, made: Tensor) -> Tensor:
+    """Means of the elements that torch counts, from means of whole windows with zeros."""
+    scale = torch.ones((), dtype=torch.float64)
+    for window, start, count in spans:
+        low = torch.arange(start, start + max(count, 1)) * window.stride - window.before
+        high, more = low + window.reach, window.before
+        if not given.get("count_include_pad", True):
+            low, more = low.clamp(min=0), 0
+        scale = scale.unsqueeze(-1) * window.reach / (high.clamp(max=window.size + more) - low)
+    return made * scale.pow(1 / given.get("norm_type", 1)).to(made)
+
+
+def _global_indices(
+    steps: Sequence[int], spans: Spans, sizes: Sequence[int], made: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The indices in the whole input, from those in a padded part."""
+    values, index = made
+    result = torch.zeros_like(index)
+    coordinates = zip(torch.unravel_index(index, tuple(sizes)), spans, steps, strict=True)
+    for at, (window, start, count), step in coordinates:
+        at = at + window.needed(start, max(count, 1))[0]
+        at = torch.where(at < 0, at % step, at)  # padding: only -inf is there, and the first counts
+        result = result * window.size + at
+    return values, result
+
+
+def _register_adaptive(name: str, spatial: int) -> None:
+    pool: Callable[..., Any] = getattr(F, name)
+
+    @dtensor_rule(f"adaptive_{name}")
+    def answer(input: Any, output_size: Any, return_indices: bool = False) -> RuleResult:
+        dims = range(input.ndim - spatial, input.ndim)
+        asked = (output_size,) if not isinstance(output_size, Sequence) else output_size
+        sizes = [input.shape[dim] for dim in dims]
+        pairs = zip(sizes, tuple(asked) * (spatial // len(asked)), strict=True)
+        outs = [size if out is None else out for size, out in pairs]
+        even = all(out and size % out == 0 for size, out in zip(sizes, outs, strict=True))
+        if dims[0] not in (1, 2) or not even or not any(map(input.is_sharded, dims)):
+            return None
+        if "avg" in name and set(outs) == {1}:
+            return Decomposition(lambda x, *_, **__: x.mean(tuple(dims), keepdim=True))
+        kernel = [size // out for size, out in zip(sizes, outs, strict=True)]
+        return Decomposition(lambda x, *_, **__: pool(x, kernel))
+
+
 for _name, (_spatial, _names) in CONVOLUTIONS.items():
     _register_convolution(getattr(torch, _name), _spatial, _names)
 for _name, (_spatial, _names) in POOLS.items():
     _register_pool(_name, _spatial, _names)
+    if not _name.startswith("lp"):
+        _register_adaptive(_name, _spatial)
+    if _name.startswith("max"):
+        _register_pool(f"{_name}_with_indices", _spatial, _names)
+        _register_adaptive(f"{_name}_with_indices", _spatial)
