@@ -342,11 +342,11 @@ class _Passes:
         graphs = [Graph(inputs, before, found, graph.places, graph.has_grad_mode)]
         graphs += _halves([*self._saved, *[x.value for x in of_outs]], after, grads, needing)
         held = [joint.held, *[ProgramConditions([], [], [], [])] * 2]
-        known = [None] * 3 if same is None else same.parts
+        known: Sequence[StepRecord | None] = [None] * 3 if same is None else same.parts
         #: The forward program, and one or two of the backward pass.
-        self.parts = [
-            _part(f"{self.name}_{name}", *each, ranks)
-            for name, *each in zip(names, graphs, held, known, strict=False)
+        self.parts: list[StepRecord] = [
+            _part(f"{self.name}_{name}", each, conditions, old, ranks)
+            for name, each, conditions, old in zip(names, graphs, held, known, strict=False)
         ]
         self.forward = self.parts[0]
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):

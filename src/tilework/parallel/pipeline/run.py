@@ -240,7 +240,7 @@ class Execution:
         leaves = [each for each in kept.received if each.requires_grad]
         if kind == "backward" and kept.call is None:
             self._weights(action)
-            found = [each.grad for each in leaves]
+            found: Sequence[Tensor | None] = [each.grad for each in leaves]
         else:
             found = _input_gradients(kept, leaves)
             if kind == "backward":

@@ -52,7 +52,7 @@ def hybrid(n: int, fn: Callable[[int], T]) -> list[T]:
 class OnTwoHosts(GroupSuite):
     """Ranks alternate between two hosts: neighbours are apart, and odd numbers uneven."""
 
-    group_type = HybridGroup
+    group_type: type = HybridGroup
 
     @pytest.fixture(autouse=True)
     def _two_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
