@@ -175,7 +175,12 @@ class ExcludedError(DistBackendError):
 
 
 def text_of(error: BaseException) -> str:
-    """The message of ``error``; a fixed text if the exception's class fails to give a message."""
+    """The message of ``error``; a fixed text if the exception's class fails to give a message.
+
+    Example:
+        >>> text_of(ValueError("too large"))
+        'too large'
+    """
     try:
         return str(error)
     except Exception:  # which must not hide the failure itself

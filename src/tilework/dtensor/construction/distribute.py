@@ -120,7 +120,7 @@ def _next_digest(spec: DTensorSpec) -> int:
 
 
 class _Sending(NamedTuple):
-    """One collective that distributes a tensor, if the facts about it are the same on all ranks."""
+    """A single collective that distributes a tensor whose facts are the same on all ranks."""
 
     #: The digest of the facts.
     digest: int

@@ -72,7 +72,7 @@ class CapturedStages:
         self._programs: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
     def run(self, part: nn.Module, stage: int, route: Route, given: Any) -> tuple[Any, Any]:
-        """What a stage makes; and the call, if a program with a cut backward pass ran."""
+        """The result of a stage; and the call, if a program with a cut backward pass ran."""
         inner: Any = part.module if isinstance(part, DistributedDataParallel) else part
         key = stage, id(inner), id(route)
         if key not in self._programs:

@@ -54,7 +54,7 @@ class Microbatch:
 
 @dataclass
 class _Kept:
-    """What a forward keeps for backward.
+    """Values that a forward keeps for backward.
 
     Attributes:
         received: The values from the stage before.

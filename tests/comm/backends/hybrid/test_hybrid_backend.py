@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def hybrid(n: int, fn: Callable[[int], T]) -> list[T]:
 class OnTwoHosts(GroupSuite):
     """Ranks alternate between two hosts: neighbours are apart, and odd numbers uneven."""
 
-    group_type: type = HybridGroup
+    group_type: ClassVar[type[dist.ProcessGroup]] = HybridGroup
 
     @pytest.fixture(autouse=True)
     def _two_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
