@@ -383,7 +383,7 @@ class _Passes:
         return [kept[index(x)] for x in self._computed], [kept[index(x)] for x in self._saved]
 
     def run_first(self, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run the first backward program: gradients, and the values that the second program takes."""
+        """Run the first backward program: gradients, and values for the second program."""
         made = self.run_part(1, given := [*saved, *[grads[i] for i in self._grad_order]])
         count = len(self.needing.first)
         return made[:count], [*given, *made[count:]]
