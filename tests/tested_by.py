@@ -90,7 +90,7 @@ _ROWS = (
     # Rules that both kinds of tensors share.
     ("tiled", "rules/fourier", "/dtensor/rules/test_linalg"),
     ("tiled", "rules/pooling", "/dtensor/rules/test_convolution"),
-    ("tiled", "rules/rearranging rules/splitting", "/dtensor/rules/test_reshaping"),
+    ("tiled", "rules/rearranging", "/dtensor/rules/test_reshaping"),
     ("tiled", "rules/*", "/dtensor/rules/test_reductions /sharded/ops"),
     ("tiled", "*", "test_box_propagation test_op_table"),
 )

@@ -10,8 +10,8 @@ Example:
 from tilework.inspect.format import TraceError
 from tilework.inspect.judging import Late, Speed, Summary, summarize
 from tilework.inspect.memory import MemoryByUse, Peak
-from tilework.inspect.steps import count_steps
 from tilework.inspect.timeline import Timeline, read_timeline
+from tilework.inspect.torch_hooks import count_steps
 from tilework.inspect.traced_block import Seen, trace
 
 __all__ = [

@@ -22,8 +22,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.internal import Tail, Timed, What, describe
 from tilework.comm.world import GroupRecord, World, live_worlds
 from tilework.inspect.format import MARK, MOST_BYTES, MOST_TEXT_CHARS, VERSION, TraceError
-from tilework.inspect.profiled import ProfiledEvent, follow_profiler
-from tilework.inspect.steps import count_steps
+from tilework.inspect.torch_hooks import ProfiledEvent, count_steps, follow_profiler
 from tilework.store import Store
 
 #: Seconds between two looks at the rings: fewer while operations come fast.

@@ -8,18 +8,3 @@ from tilework.show.page import Bar, Page, Shown, TextTable
 from tilework.show.picture import Picture
 from tilework.show.svg import Span, timeline
 from tilework.show.text import Styled, bytes_text, colour, count_text, printable
-
-__all__ = [
-    "Bar",
-    "Page",
-    "Picture",
-    "Shown",
-    "Span",
-    "Styled",
-    "TextTable",
-    "bytes_text",
-    "colour",
-    "count_text",
-    "printable",
-    "timeline",
-]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor
+from tilework.errors import CaptureError
 
 #: Classes of other containers: torch looks into some of their subclasses.
 _OTHERS = (tuple, list, dict, deque)
@@ -251,3 +252,24 @@ class Graph:
                     last.append(value)
             result.append(last)
         return result[::-1]
+
+
+class Unexpected(CaptureError):
+    """A value on which the recorded call has branched differs in this call."""
+
+
+class Expected:
+    """An instruction that raises if a value on which the recorded call has branched differs from
+    the value in that call.
+    """
+
+    def __init__(self, func: Any, value: Any, site: str) -> None:
+        self.func, self.value, self.site = func, value, site
+
+    def __call__(self, *args: Any) -> None:
+        value = self.func(*args)
+        if value != self.value:
+            raise Unexpected(
+                f"the value {value} at {self.site} was {self.value} in the recorded call, which "
+                f"branched on it"
+            )

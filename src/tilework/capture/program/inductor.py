@@ -29,8 +29,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.program.expected import Expected
-from tilework.capture.program.graph import ALIAS, ITEM, Graph, Hole, Instruction, Value
+from tilework.capture.program.graph import ALIAS, ITEM, Expected, Graph, Hole, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
 from tilework.capture.program.skeleton import has_hole

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
-from tilework.capture.program.expected import Expected
-from tilework.capture.program.graph import BOUNDARY, Graph, Instruction, ProgramMemory, Value
+from tilework.capture.program.graph import (
+    BOUNDARY,
+    Expected,
+    Graph,
+    Instruction,
+    ProgramMemory,
+    Value,
+)
 from tilework.capture.program.group_call import GroupCall, wait_for
 from tilework.comm.backends.internal import backend_for
 from tilework.comm.contract import NO_FAST_PATH, Capability

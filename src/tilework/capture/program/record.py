@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tilework.capture.program.code import ProgramCode
-from tilework.capture.program.expected import Expected, Unexpected
 from tilework.capture.program.glue import ProgramConditions, layouts_hold, write_enter, write_leave
-from tilework.capture.program.graph import Graph, Instruction, Value
+from tilework.capture.program.graph import Expected, Graph, Instruction, Unexpected, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import key_of_constant, memory_layout_of

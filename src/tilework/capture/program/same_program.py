@@ -25,8 +25,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from tilework.capture.program.expected import Expected
-from tilework.capture.program.graph import Graph, Hole, Instruction, Value, values_in
+from tilework.capture.program.graph import Expected, Graph, Hole, Instruction, Value, values_in
 from tilework.capture.program.group_call import GroupCall
 from tilework.comm import provenance_digest
 from tilework.comm.contract import Options, ProcessGroup, ReduceOp

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.program.expected import Expected
-from tilework.capture.program.graph import Graph, Hole, Instruction, Value
+from tilework.capture.program.graph import Expected, Graph, Hole, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Option

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from tilework.capture.program.expected import Expected
-from tilework.capture.program.graph import Graph, Value
+from tilework.capture.program.graph import Expected, Graph, Value
 from tilework.capture.program.number import Number, NumberBook, is_float, with_numbers
 from tilework.capture.program.place import Argument, Option, StatePlace
 from tilework.capture.recording.places import StatePlaces

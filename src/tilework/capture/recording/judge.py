@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.program.expected import Unexpected
-from tilework.capture.program.graph import Input
+from tilework.capture.program.graph import Input, Unexpected
 from tilework.capture.program.number import value_of
 from tilework.capture.program.place import StatePlace, plain
 from tilework.capture.program.record import (

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilework.capture.program.expected import Expected
 from tilework.capture.program.graph import (
     ALIAS,
     BOUNDARY,
     ITEM,
+    Expected,
     Graph,
     Input,
     Instruction,

@@ -15,7 +15,6 @@ from tilework.tiled.rules import (
     rearranging,
     reductions,
     reshaping,
-    splitting,
     statistics,
 )
 from tilework.tiled.rules.concatenation import cat_dim, cat_shape
@@ -31,6 +30,7 @@ from tilework.tiled.rules.empty_shards import (
 )
 from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
 from tilework.tiled.rules.pooling import POOLS
+from tilework.tiled.rules.rearranging import SPLITS, split_lengths, with_item
 from tilework.tiled.rules.reduction_args import (
     accumulation_dtype,
     any_sharded,
@@ -40,24 +40,4 @@ from tilework.tiled.rules.reduction_args import (
 )
 from tilework.tiled.rules.reductions import extreme_dims
 from tilework.tiled.rules.reshaping import SWAPAXES, common_shape, dim_at, sizes_of
-from tilework.tiled.rules.splitting import SPLITS, split_lengths, with_item
 from tilework.tiled.rules.statistics import softmax_dims, spread_dims
-
-__all__ = [
-    "concatenation",
-    "convolution",
-    "dim_ops",
-    "elementwise",
-    "embedding",
-    "fourier",
-    "kernels",
-    "linalg",
-    "linear",
-    "losses",
-    "pooling",
-    "rearranging",
-    "reductions",
-    "reshaping",
-    "splitting",
-    "statistics",
-]

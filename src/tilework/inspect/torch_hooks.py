@@ -1,15 +1,18 @@
-"""Events of torch's profiler, taken into the trace of the rank that stops the profiler."""
+"""Hooks of torch, wrapped once and for good: events of the profiler, steps of optimizers."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch.autograd import profiler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tilework.comm.world import current_world
+from tilework.comm.world import World, current_world
 
 
 class ProfiledEvent(NamedTuple):
@@ -53,3 +56,26 @@ def _events_of(result: Any) -> Iterator[ProfiledEvent]:
         if each.device_type().name != "CPU":
             track = f"device {each.device_index()} stream {each.device_resource_id()}"
         yield ProfiledEvent(track, each.name(), each.start_ns() - ahead, each.end_ns() - ahead)
+
+
+@cache
+def count_steps() -> None:
+    """Count, from now on, the steps of the optimizer that steps most often. Local.
+
+    The rank's flight records have the number, and ``tilework run --watch`` shows it. In a trace
+    they separate steps. The hook stays: other ranks of the process may go through torch's now.
+    """
+    steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    most: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
+
+    def count(optimizer: Optimizer, *_: object) -> None:
+        world = current_world()
+        steps[optimizer] = mine = steps.get(optimizer, 0) + 1
+        if mine > most.get(world, 0):
+            most[world] = mine
+            world.notes.steps += 1
+            note = getattr(world.sink, "note_step", None)  # a trace's sink
+            if note is not None:
+                note()
+
+    register_optimizer_step_post_hook(count)
