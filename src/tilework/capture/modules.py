@@ -76,7 +76,6 @@ class CompiledFunction:
     The first call runs the function as it is.
 
     Args:
-        function: The function or module to record.
         backend: "python" or "inductor", as for ``capture``.
         cuts: True to cut the backward pass, for :class:`CutCall`.
 

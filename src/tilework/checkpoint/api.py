@@ -147,13 +147,8 @@ def async_save(
 
     This rank's part is copied, and a thread writes the copy; the state may change as soon as this
     returns. The thread communicates on a separate group, never on a group of the program. Each rank
-    runs one save at a time: the call first waits for an earlier save that is still running.
-
-    Args:
-        state: As for :func:`save`.
-        path: As for :func:`save`.
-        options: As for :func:`save`.
-        group: As for :func:`save`.
+    runs one save at a time: the call first waits for an earlier save that is still running. The
+    arguments are those of :func:`save`.
 
     Returns:
         A handle: ``wait()`` blocks until the checkpoint is complete, and raises if the save failed.

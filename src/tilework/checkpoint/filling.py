@@ -54,15 +54,10 @@ class Filling:
     """The filling of a state from a checkpoint, on one rank.
 
     Args:
-        index: The index of the checkpoint.
-        saved: The state in the checkpoint.
-        rank: This rank's global rank.
         names: Patterns: only matching names of the state are filled.
-        map_names: From names of the state to names of the checkpoint.
         visit_optimizer: Looks up an optimizer in the state, as :meth:`visit` does for other values.
         check_files: Called with names of files before memory for their tensors is allocated;
             raises unless the files are as long as the index says.
-        places: The places of the parameters in the state's modules.
     """
 
     index: Index

@@ -55,10 +55,7 @@ class Part:
     """A box of a tensor whose elements lie in row-major order in one file.
 
     Args:
-        box: The region of the tensor.
-        file: The file's name.
         offset: The position of the first byte in the file.
-        nbytes: The number of bytes of the elements.
         crc32: The CRC-32 of each chunk of the elements.
     """
 
@@ -76,7 +73,6 @@ class SavedTensor:
     Args:
         name: The name, unique in the checkpoint.
         dtype: The index's name of the dtype.
-        shape: The global shape.
         parts: Parts that cover the shape, each element once.
         layout: The sharding at the time of saving, for people; empty without sharding.
     """
@@ -212,13 +208,11 @@ class Index:
 
     Args:
         tensors: The tensors by name, in the order of the state.
-        files: The files by name.
         state: The JSON of the state, with names in the place of tensors; see ``state_json``.
         world_size: The number of ranks that saved the checkpoint.
         chunk_bytes: The number of bytes that one checksum is of.
         meta: The program's additions: plain JSON.
         created: The time of creation, in UTC, in ISO 8601.
-        writer: The program that wrote the checkpoint.
     """
 
     tensors: Mapping[str, SavedTensor]

@@ -86,10 +86,7 @@ def document(
     """A whole SVG document, as text.
 
     Args:
-        width: The width in pixels.
-        height: The height in pixels.
         colours: The colours by the kinds of bars.
-        parts: The results of the other functions.
         inherits: True for words in the colour of the surrounding page, for pages with a theme;
             False: as the reader's system is set, light or dark.
     """

@@ -81,7 +81,6 @@ class Value:
     """A tensor of the program, or another object that an instruction made.
 
     Attributes:
-        number: The number of the value in the program.
         memory: The memory that the tensor's elements lie in; None: not a tensor.
         text: The shape and dtype, for people.
         shape: The shape when the step was recorded.
@@ -104,12 +103,10 @@ class Instruction:
     Attributes:
         function: An operator of torch, or another function that has the same effect at each call.
         args: The arguments, a tree with values and numbers in it.
-        kwargs: The keyword arguments, in the same form.
         outputs: The result's leaves in order; None: a leaf that nothing needs.
         form: The structure of the result: "leaf", "flat" (a sequence of leaves) or "deep".
         writes: Memory that the instruction writes to.
         kind: "operator", "collective", "wait", "draw" (which changes a generator) or "call".
-        site: The line of the user's program.
         name: The function's name, for people.
         nbytes: The bytes of this rank's input of a collective.
         number: The number in the order of the step, from 1; 0: a pass has made the instruction.

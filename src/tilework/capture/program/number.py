@@ -99,11 +99,9 @@ class Number(float):
     """A number of a program that is only known when the program runs.
 
     Args:
-        value: The value in the call that is recorded.
         function: Computes the number from ``inputs`` when the program runs; None: the program sets
             the number before the call, and comparisons become guards.
         inputs: The arguments of ``function``: Numbers, Python numbers and values of the program.
-        book: All numbers of the recording.
     """
 
     value: float

@@ -28,7 +28,6 @@ class Inputs:
     too: those in C would compute with the NaN of a Number.
 
     Args:
-        places: The places that the step can reach.
         arguments: By position among the leaves, the Numbers that stand for arguments.
         varying: The places of other floats that vary; None: no float but arguments is replaced.
         book: The numbers of the recording, which the new Numbers join.

@@ -145,7 +145,6 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             the axis of this group.
         device_ids: None, or the one device of a module on an accelerator; inputs are moved to it.
         output_device: Accepted for torch's sake; must be the only device of ``device_ids``.
-        dim: Accepted for torch's sake.
         broadcast_buffers: The first synchronised forward pass of each step begins with the first
             rank's buffers; not further forward passes before the same backward pass. None: True.
         init_sync: False: parameters are not sent, but compared; buffers stay as they are.
@@ -153,7 +152,6 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         bucket_cap_mb: The size of a bucket in MiB; None: 25. The first has at most 1 MiB.
         find_unused_parameters: Outputs need not depend on all parameters. The graph is searched
             after each forward pass, so that buckets with unused parameters are reduced early.
-        check_reduction: Accepted for torch's sake: DDP always checks.
         gradient_as_bucket_view: Gradients are views of the buckets, which saves their memory.
         static_graph: Every step uses the same parameters, equally often. Then reentrant checkpoints
             may run a module several times, and unused parameters need no search.
@@ -166,7 +164,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             parameters that no rank uses are left alone already.
         bucket_cap_mb_list: The size of each bucket in MiB, in the order in which they are reduced,
             in place of ``bucket_cap_mb``; the last one serves all others.
-        batched_grad_copy: Accepted for torch's sake.
+        dim, check_reduction, batched_grad_copy: Accepted for torch's sake.
         forward_sync_buffers: Another name of ``broadcast_buffers``.
 
     Raises:

@@ -42,11 +42,8 @@ class Snapshots:
     """The snapshots of one state on one group. Construction is collective, and writes nothing.
 
     Args:
-        state: The state.
-        group: The default group.
         replicas: The ranks besides the writer that keep each part, where memory is not shared.
         shared: Use shared memory where all ranks can.
-        seats: The seat of each rank.
         generation: The generation of the last snapshots that this rank knows of; these snapshots
             have a later number, the same on all ranks.
     """
