@@ -33,13 +33,10 @@ from tilework.parallel.passes import is_due
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of a mesh. The other axes, if there are any, shard the batch: dim 0.
+    """An axis, of this number, of a mesh. The other axes, if there are any, shard the batch: dim 0.
 
-    Args:
-        mesh: The mesh of all ranks.
-        number: The number of the axis.
-        layer: The module that is parallel along the axis, for errors.
-        unmatched: Names of the plan that fit no module, for errors.
+    Errors name the ``layer`` that is parallel along the axis, and names of the plan that fit no
+    module.
     """
 
     mesh: DeviceMesh
@@ -61,15 +58,11 @@ class MeshAxis:
     def annotate(
         self, value: Any, layout: Placement, what: str, extent: int | None = None
     ) -> DTensor:
-        """The tensor as a DTensor; a plain tensor is taken as the local part in this layout.
+        """The tensor as a DTensor; a plain tensor is taken as the local part in this layout along
+        the axis; along other axes it is sharded in dim 0.
 
-        Collective over the mesh for a plain tensor that is sharded, to find the global shape.
-
-        Args:
-            value: The tensor.
-            layout: The placement along the axis; along other axes the tensor is sharded in dim 0.
-            what: The tensor's name in errors.
-            extent: The global size of the dim that ``layout`` shards, where it is known.
+        Collective over the mesh for a plain tensor that is sharded, to find the global shape,
+        unless the ``extent`` of the dim that ``layout`` shards is known.
 
         Raises:
             TypeError: It is not a tensor, or is a torch DTensor.

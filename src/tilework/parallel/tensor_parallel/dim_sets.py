@@ -64,13 +64,8 @@ class DimSet:
 
 @dataclass(frozen=True)
 class Layer:
-    """A call of a Linear, an Embedding or a Conv1D.
-
-    Attributes:
-        name: The module's name in the model.
-        module: The module.
-        weight: The weight's number in the :class:`Trace`; modules may share the weight.
-        output: The output's number in the :class:`Trace`.
+    """A call of a Linear, an Embedding or a Conv1D. The weight, which modules may share, and the
+    output are numbers in the :class:`Trace`.
     """
 
     name: str

@@ -61,17 +61,7 @@ _HOOKS = (
 
 
 def shown_layer(module: Any) -> Any:
-    """The layer with a weight that ``module`` wraps, or ``module`` itself.
-
-    Example:
-        >>> linear = nn.Linear(2, 2)
-        >>> wrapper = nn.Sequential(linear)
-        >>> shown_layer(wrapper) is wrapper
-        True
-        >>> wrapper.weight = linear.weight
-        >>> shown_layer(wrapper) is linear
-        True
-    """
+    """The layer with a weight that ``module`` wraps, or ``module`` itself."""
     if _is_layer(module):
         return module
     weight = getattr(module, "weight", None)
@@ -86,17 +76,11 @@ def _is_layer(module: nn.Module) -> bool:
 def attach_to_wrapper(
     root: nn.Module, name: str, layer: nn.Module, attach: Callable[[], None]
 ) -> None:
-    """Attach a style to a layer, or to the module that wraps it, now or later. Local.
+    """Attach a style to a layer of this name, or to the module that wraps it, now or later. Local.
 
     The wrapper, such as LoRA's adapters, has the layer's attribute ``weight``. The hooks belong on
     it, so that what it adds is computed with DTensors, too. A layer may be wrapped and unwrapped at
     any time: the module that holds it looks before each forward.
-
-    Args:
-        root: The model.
-        name: The layer's name in the model, or the wrapper's.
-        layer: The layer.
-        attach: Registers the style's hooks.
     """
     known = [set(getattr(layer, each)) for each in _HOOKS]
     attach()

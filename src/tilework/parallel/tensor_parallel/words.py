@@ -108,15 +108,7 @@ _BY_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 
 
 def style_of(word: str, name: str = "") -> ParallelStyle:
-    """The style of modules for a word.
-
-    Args:
-        word: The word.
-        name: The name in the plan, for errors.
-
-    Raises:
-        ValueError: The word is unknown.
-    """
+    """The style of modules for a word; ValueError for unknown words, with the name in the plan."""
     if word not in WORDS:
         near = "".join(f": did you mean {each!r}?" for each in close_names(word, WORDS)[:1])
         raise ValueError(
@@ -130,15 +122,11 @@ def style_of(word: str, name: str = "") -> ParallelStyle:
 def named_parameters(
     root: nn.Module, pattern: str, word: str
 ) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
-    """The parameters that ``pattern`` names: the owning module's name, the module, and a style.
+    """The parameters that ``pattern`` names with a word: the owning module's name, the module, and
+    a style.
 
     A parameter named directly is a matrix, or a stack of matrices, in the form of a Linear's weight
     (outputs, inputs). Parameters of one dim are sharded like the outputs.
-
-    Args:
-        root: The module that the plan is for.
-        pattern: A name of the plan that fits no module.
-        word: The word for that name.
     """
     owners, _, wanted = pattern.rpartition(".")
     modules = dict(root.named_modules())
