@@ -116,11 +116,6 @@ class ParameterPlaces:
                 mark_replaced(parameter, owner, attribute, name=name, by=by)
 
 
-def forget_mark(tensor: Tensor) -> None:
-    """Remove a mark: the tensor is a parameter of the model again. Local."""
-    _marks.pop(tensor, None)
-
-
 def _mark(tensor: Tensor, mark: _Replaced) -> None:
     global _last_mark
     _marks[tensor] = mark
