@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import resource
-import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from by_turns import Taken, by_turns, slowest
 from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +29,7 @@ from torch.nn import functional as F
 import tilework.distributed as dist
 from tilework.dtensor import (
     Shard,
+    arange,
     context_parallel,
     distribute_module,
     distribute_tensor,
@@ -77,7 +76,7 @@ class HandWritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        me, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        me = torch.distributed.get_rank()
         out, logs = _flash(q, k, v, 0.0, True)
         for number, (block, other) in enumerate(HandWritten.blocks(k, v)):
             if number + 1 > me:
@@ -88,24 +87,15 @@ class HandWritten(torch.autograd.Function):
             out = out + more * (theirs - joined).exp().unsqueeze(-1)
             logs = joined
         ctx.save_for_backward(q, k, v, out, logs)
-        del size
         result: Tensor = out
         return result
 
     @staticmethod
     def blocks(k: Tensor, v: Tensor) -> Any:
         """The blocks of the other ranks, each while the one before is computed with."""
-        me, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         pair = torch.stack([k, v])
-        for _ in range(size - 1):
-            came = torch.empty_like(pair)
-            ops = [
-                torch.distributed.P2POp(torch.distributed.isend, pair, (me + 1) % size),
-                torch.distributed.P2POp(torch.distributed.irecv, came, (me - 1) % size),
-            ]
-            for work in torch.distributed.batch_isend_irecv(ops):
-                work.wait()
-            pair = came
+        for _ in range(torch.distributed.get_world_size() - 1):
+            pair = HandWritten.passed_on(pair)
             yield pair[0], pair[1]
 
     @staticmethod
@@ -126,6 +116,7 @@ class HandWritten(torch.autograd.Function):
 
     @staticmethod
     def passed_on(pair: Tensor) -> Tensor:
+        """The pair of the rank before, for that of this rank."""
         me, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         came = torch.empty_like(pair)
         ops = [
@@ -137,8 +128,8 @@ class HandWritten(torch.autograd.Function):
         return came
 
 
-def scene(rank: int, tokens: int, rounds: int, port: int) -> dict[str, list[tuple[float, float]]]:
-    """The seconds of each way on this rank, by turns, and the CPU seconds."""
+def scene(rank: int, tokens: int, rounds: int, port: int) -> tuple[Taken, dict[int, int]]:
+    """The times of each way on this rank; and the pairs of a query and a key, by turns."""
     ranks = dist.get_world_size()
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -148,10 +139,12 @@ def scene(rank: int, tokens: int, rounds: int, port: int) -> dict[str, list[tupl
     torch.manual_seed(0)
     whole = torch.randn(1, tokens, HEADS * DEPTH)
     alone, model = Block(), distribute_module(Block(), mesh)
-    by_hand = Block(lambda q, k, v, is_causal: HandWritten.apply(q, k, v))
-    part, mine = distribute_tensor(whole, mesh, [Shard(1)]), whole.chunk(ranks, 1)[rank].clone()
+    by_hand = Block(lambda q, k, v, is_causal: HandWritten.apply(q, k, v))  # type: ignore[no-untyped-call]
+    mine = whole.chunk(ranks, 1)[rank].clone()
 
-    def by_way(way: Any) -> Callable[[], None]:
+    def by_way(way: Any, turns: int = 1) -> Callable[[], None]:
+        part = distribute_tensor(whole, mesh, [Shard(1, turns=turns)])
+
         def run() -> None:
             with context_parallel(way):
                 model(part).square().sum().backward()
@@ -167,20 +160,14 @@ def scene(rank: int, tokens: int, rounds: int, port: int) -> dict[str, list[tupl
         for parameter in by_hand.parameters():
             torch.distributed.all_reduce(parameter.grad)
 
-    runs: dict[str, Callable[[], None]] = {way: by_way(way) for way in WAYS}
-    runs |= {ALONE: by_myself, BY_HAND: written}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name in random.Random(number).sample(list(runs), len(runs)):
-            dist.barrier()
-            began, used = time.perf_counter(), time.process_time()
-            runs[name]()
-            used = time.process_time() - used
-            dist.barrier()
-            if number:  # the first round makes plans
-                taken[name].append((time.perf_counter() - began, used))
+    ways = {way: by_way(way) for way in WAYS} | {"ring, turns=2": by_way("ring", turns=2)}
+    taken = by_turns({**ways, ALONE: by_myself, BY_HAND: written}, rounds)
     torch.distributed.destroy_process_group()
-    return taken
+    pairs = {}
+    for turns in (1, 2):
+        rows = arange(tokens, device_mesh=mesh, placements=[Shard(0, turns=turns)]).to_local()
+        pairs[turns] = int((rows + 1).sum())
+    return taken, pairs
 
 
 def peak(rank: int, tokens: int, way: Any) -> float:
@@ -208,22 +195,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     add_plot_option(parser)
     options = parser.parse_args()
-    by_rank = run_ranks(
+    found = run_ranks(
         options.ranks,
         lambda rank: scene(rank, options.tokens, options.rounds, options.port),
         kind="processes",
         timeout=timedelta(minutes=9),
     )
-    seconds, used = (
-        {
-            name: statistics.median(
-                max(each[kind] for each in turn)
-                for turn in zip(*(rank[name] for rank in by_rank), strict=True)
-            )
-            for name in by_rank[0]
-        }
-        for kind in (0, 1)
-    )
+    seconds, used = (slowest([taken for taken, _ in found], kind) for kind in (0, 1))
     drawn = Table(title=f"a block of GPT, {options.tokens} tokens, {options.ranks} ranks")
     for name in ("way", "seconds", "of one process", "of by hand", "CPU", "of one", "of by hand"):
         drawn.add_column(name, justify="right")
@@ -238,15 +216,15 @@ def main() -> None:
         )
     Console().print(drawn)
     draw(options.plot, chart(drawn, ("seconds",)))
+    for turns in (1, 2):
+        pairs = [each[turns] for _, each in found]
+        ratio = max(pairs) * len(pairs) / sum(pairs)
+        print(f"turns={turns}: {ratio:.2f} times the mean of pairs on the rank with the most")
     peaks = {}
-    for way in WAYS:
-        if way == "heads" and options.ranks > 2:
-            continue  # there are two heads
-        grown = run_ranks(
-            options.ranks, lambda rank, way=way: peak(rank, 16384, way), kind="processes"
-        )
+    for way in ("gather", "ring"):
+        grown = run_ranks(4, lambda rank, way=way: peak(rank, 16384, way), kind="processes")
         peaks[way] = max(grown)
-        print(f"{way}: {max(grown):.0f} MiB more on the rank with the most, for 16,384 tokens")
+        print(f"{way}: {max(grown):.1f} MiB more on the rank with the most, 16,384 tokens, 4 ranks")
     if options.json:
         options.json.write_text(json.dumps({"seconds": seconds, "cpu": used, "mib": peaks}))
 

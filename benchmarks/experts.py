@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from by_turns import Taken, by_turns, slowest
 from plotting import Chart, add_plot_option, draw
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -69,7 +68,7 @@ def by_hand(local: Experts, rows: Tensor, ids: Tensor, weights: Tensor) -> Tenso
     return torch.zeros_like(rows).index_add(0, order // TOP, shares)
 
 
-def scene(rank: int, count: int, rounds: int, port: int) -> dict[str, list[tuple[float, float]]]:
+def scene(rank: int, count: int, rounds: int, port: int) -> Taken:
     """The seconds and the CPU seconds of each way, in each round."""
     torch.set_num_threads(1)
     size = dist.get_world_size()
@@ -89,16 +88,11 @@ def scene(rank: int, count: int, rounds: int, port: int) -> dict[str, list[tuple
         "by hand on Gloo": lambda *given: by_hand(local, *given),
     }
     torch.testing.assert_close(*(way(rows, ids, weights) for way in ways.values()))
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            dist.barrier()
-            began, used = time.perf_counter(), time.process_time()
-            torch.autograd.backward(way(rows, ids, weights).square().sum())
-            used = time.process_time() - used
-            dist.barrier()
-            if number:
-                taken[name].append((time.perf_counter() - began, used))
+
+    def run(way: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.backward(way(rows, ids, weights).square().sum())
+
+    taken = by_turns({name: run(way) for name, way in ways.items()}, rounds)
     torch.distributed.destroy_process_group()
     return taken
 
@@ -120,13 +114,7 @@ def main() -> None:
     )
     found: dict[str, Any] = {}
     for kind, what in enumerate(("seconds", "CPU seconds of the rank with most")):
-        times = {
-            name: statistics.median(
-                max(each[kind] for each in turn)
-                for turn in zip(*(rank[name] for rank in by_rank), strict=True)
-            )
-            for name in by_rank[0]
-        }
+        times = slowest(by_rank, kind)
         ours, other = times.values()
         print(f"{what}: {ours:.4f}, by hand on Gloo {other:.4f}: {other / ours:.2f} times as much")
         found[what] = times
