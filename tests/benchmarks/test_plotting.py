@@ -12,7 +12,7 @@ from benchmarks import plotting
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 #: What programs share, beside the programs.
-PARTS = {"drawing", "figures", "measuring", "peers", "plotting"}
+PARTS = {"by_turns", "drawing", "figures", "measuring", "peers", "plotting"}
 
 
 def table() -> Table:

@@ -198,7 +198,7 @@ def _register(name: str) -> None:
             return None
         is_log = name == "logcumsumexp"
         if dtype is torch.bool or (is_log and not input.dtype.is_floating_point):
-            return None  # torch raises, or its complex logarithms are its own
+            return None  # torch raises, or takes complex logarithms
         kind = dtype or input.dtype
         if not (kind.is_floating_point or kind.is_complex):
             kind = dtype or torch.int64

@@ -86,7 +86,7 @@ class _Call:
         windows: The windows of each of the input's last dims.
         known: The call on shards of which no window needs elements of others.
         value: The padding's value.
-        adjust: Makes results from those of a part: takes the part's windows, and its sizes.
+        adjust: Makes results from those of a padded part, whose windows and sizes it takes.
     """
 
     function: Callable[..., Any]
