@@ -9,6 +9,7 @@ data parallelism is a step's time less that of the same step alone, without any 
 gradients; the ratios are those of these costs. Losses of all ways are compared before times are
 shown. The floor of sharded parameters is the time of their *bare collectives*: for each layer two
 all_gathers and a reduce_scatter of its size, one after the other, into memory that is there.
+Clipping is that of all gradients by their norm: tilework's clip_grad_norm_ beside torch's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import tilework.distributed as dist
 import tilework.torch_backend
 from tilework.launch.spawn import spawn
-from tilework.parallel import DistributedDataParallel, fully_shard
+from tilework.parallel import DistributedDataParallel, clip_grad_norm_, fully_shard
 
 WARM_UP = 3
 ROWS = 8
@@ -67,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "10M": (lambda: stack(1024, 10), 1024),
     "50M": (lambda: stack(2048, 12), 2048),
     "many": (Many, 4),
+    "small": (lambda: stack(64, 50), 64),
 }
 
 
@@ -116,6 +118,8 @@ class Figures:
     parameters: int = 0
     #: Milliseconds a step, by way and turn.
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
+    #: Milliseconds to clip the gradients of sharded parameters, by way and turn.
+    clipping: dict[str, list[float]] = field(default_factory=dict)
     #: Milliseconds to construct the wrapper, by way and turn.
     construction: dict[str, list[float]] = field(default_factory=dict)
     #: Milliseconds of the bare collectives of sharded parameters, by turn.
@@ -174,7 +178,25 @@ def turn(library: Any, figures: Figures, way: str, rank: int, steps: int) -> tup
     total = loss.detach().clone()
     library.all_reduce(total)
     figures.losses[way] = total.item()
+    if "FSDP" in way or way == "fully_shard":
+        figures.clipping.setdefault(way, []).append(clipping(library, model, way, steps))
     return spent[0].item(), spent[1].item()
+
+
+def clipping(library: Any, model: nn.Module, way: str, steps: int) -> float:
+    """Milliseconds of the quickest clipping of gradients on the slowest rank."""
+    clip = clip_grad_norm_ if way == "fully_shard" else nn.utils.clip_grad_norm_
+    params, seconds = list(model.parameters()), []
+    for at in range(WARM_UP + steps):
+        library.barrier()
+        began = time.perf_counter()
+        total: Any = clip(params, 1e9)
+        getattr(total, "full_tensor", total.clone)()
+        if at >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+    spent = torch.tensor(1000 * min(seconds), dtype=torch.float64)
+    library.all_reduce(spent, library.ReduceOp.MAX)
+    return spent.item()
 
 
 def bare_collectives(library: Any, figures: Figures, steps: int) -> float:
@@ -257,6 +279,8 @@ def show(figures: Figures, ranks: int) -> Chart:
         bare = statistics.median(figures.bare)
         ratio = figures.cost("fully_shard") / bare
         console.print(f"bare collectives {bare:.2f} ms: fully_shard adds {ratio:.2f} times that")
+    for way, times in figures.clipping.items():
+        console.print(f"clipping by {way}: {statistics.median(times):.2f} ms")
     return chart(table, ("step",))
 
 

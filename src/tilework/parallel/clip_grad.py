@@ -15,7 +15,7 @@ from tilework.comm.groups import new_group
 from tilework.comm.operations.internal import all_gather_object
 from tilework.comm.world import current_world, get_default_group, get_rank, get_world_size
 from tilework.dtensor import DTensor
-from tilework.dtensor.internal import is_torch_dtensor
+from tilework.dtensor.internal import is_torch_dtensor, layout_of
 from tilework.mesh import DeviceMesh
 
 
@@ -114,14 +114,20 @@ def _grads_by_mesh(parameters: Tensor | Iterable[Tensor]) -> dict[Any, list[Tens
 
 def _scale(by_mesh: Mapping[Any, list[Tensor]], factor: Tensor) -> None:
     for mesh, grads in by_mesh.items():
+        locals_: dict[torch.device, list[Tensor]] = {}
         for grad in grads if _is_here(mesh) else ():
-            local: Tensor = cast(Any, grad).to_local() if mesh is not None else grad
-            local.mul_(factor.to(local.device))
+            local = grad if mesh is None else cast(Any, grad).to_local()
+            locals_.setdefault(local.device, []).append(local)
+        for device, mine in locals_.items():
+            torch._foreach_mul_(mine, factor.to(device))
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
     """The norms of gradients on one mesh, or of plain gradients, as a plain vector. Collective."""
-    norms = torch.stack(_of_one_dtype(torch._foreach_norm(grads, norm_type)))
+    each: Sequence[Tensor] = torch._foreach_norm(grads, norm_type)
+    if all(isinstance(norm, DTensor) and layout_of(norm).is_replicated for norm in each):
+        each = [cast(DTensor, norm).to_local() for norm in each]
+    norms = torch.stack(_of_one_dtype(each))
     full: Tensor = cast(Any, norms).full_tensor() if _is_distributed(norms) else norms
     return full
 
