@@ -115,6 +115,7 @@ API = {
             (
                 "parallel.data_parallel",
                 "parallel.model_averaging",
+                "parallel.diloco",
                 "parallel.sync_batch_norm",
                 "parallel.zero_redundancy",
             ),

@@ -17,6 +17,7 @@ from tilework.parallel.data_parallel.arguments import MixedPrecision
 from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by_size
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook
+from tilework.parallel.diloco import DiLoCo
 from tilework.parallel.fully_sharded.fully_shard import fully_shard
 from tilework.parallel.fully_sharded.module import (
     FSDPModule,
@@ -70,6 +71,7 @@ __all__ = [
     "ContextParallel",
     "DataParallelMeshDims",
     "DerivedPlan",
+    "DiLoCo",
     "DistributedDataParallel",
     "Event",
     "ExpertLoad",

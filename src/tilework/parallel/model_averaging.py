@@ -47,18 +47,20 @@ def average_parameters(params: Params, process_group: AnyGroup = None) -> None:
         [0.5, 0.5]
     """
     group = group_or_default(process_group)
+    graded = get_params_to_average(params)
+    average_tensors([local for p in graded for local in local_tensors(p.detach())], group)
+
+
+def average_tensors(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Replace plain tensors by their averages over a group. Collective; blocks."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in _each(params):
-        if parameter.grad is not None:
-            for local in local_tensors(parameter.detach()):
-                by_dtype.setdefault(local.dtype, []).append(local)
-    for tensors in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         all_reduce(flat, ReduceOp.AVG, group)
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(
-            tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-        )
+        parts = torch.split(flat, [tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [p.view(t.shape) for p, t in zip(parts, alike, strict=True)])
 
 
 def _each(params: Params) -> Iterable[nn.Parameter]:

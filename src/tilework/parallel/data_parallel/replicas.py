@@ -93,7 +93,7 @@ def check_replicas(
 
     def facts() -> list[tuple[str, str]]:
         return [
-            (name, _described(parameter, name in values))
+            (name, described(parameter, name in values))
             for name, parameter in parameters
             if name not in ignored
         ]
@@ -105,7 +105,8 @@ def check_replicas(
             raise ValueError(_difference(group.global_ranks[0], reference, rank, theirs))
 
 
-def _described(parameter: Tensor, values: bool) -> str:
+def described(parameter: Tensor, values: bool) -> str:
+    """Dtype and shape of a parameter's part here, as text; with hashes of the ``values``."""
     shapes = [tuple(local.shape) for local in local_tensors(parameter)]
     shape = " and ".join(str(list(each)) for each in shapes) or "no shard"
     text = f"{str(parameter.dtype)[6:]} {shape}"

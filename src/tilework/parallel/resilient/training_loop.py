@@ -160,7 +160,8 @@ class Resilient(Generic[T]):
             are the same on all ranks; of plain buffers the first rank's are valid. The loop calls
             it at the start and after each change of ranks.
         step: ``step(state, number)`` trains one step and returns anything. It may run again for the
-            same number, starting from the same state.
+            same number, starting from the same state. With a ``DiLoCo`` in the state it may be a
+            whole round; else copies, stops and newcomers wait for the end of the round.
         replicas: The number of other ranks that keep a copy of each part of the state, where ranks
             do not share memory. That many ranks may be lost at once.
         every: Copy the state after every ``every`` steps. More than 1 costs less; lost steps are
@@ -219,6 +220,8 @@ class Resilient(Generic[T]):
         self._kept: list[Snapshots] = []
         #: The step of a due checkpoint whose save has begun and not ended; -1: none.
         self._saving = -1
+        #: True between the outer steps of a DiLoCo in the state; and if a save is due after it.
+        self._is_apart = self._owes_save = False
         #: True once all ranks had a copy.
         self._is_protected = False
         self._look_at = 0.0
@@ -278,6 +281,9 @@ class Resilient(Generic[T]):
             stop, wants_growth = self._protect(number + 1)
             self.steps = number + 1
             if self._checkpoint is not None and self._checkpoint.should_save(self.steps):
+                self._owes_save = True
+            if self._owes_save and not self._is_apart and self._checkpoint is not None:
+                self._owes_save = False
                 self._save_due(self._checkpoint)
 
         self._guarded(train)
@@ -344,11 +350,14 @@ class Resilient(Generic[T]):
         """Copy the state if due; the reason to stop, or True to grow. Collective."""
         begun = time.perf_counter()
         fits = self._kept[-1].fits()
-        flags = torch.tensor([not fits, self._stopping.wish, self._is_awaited()])
+        apart = any(getattr(each, "is_apart", False) for each in self.state.values())
+        flags = torch.tensor([not fits, self._stopping.wish, self._is_awaited(), apart])
         flags = flags.to(torch.uint8)
         all_reduce(flags, op=ReduceOp.MAX)
         self._settle()
-        changed, stop, grow = flags.tolist()
+        changed, stop, grow, self._is_apart = flags.tolist()
+        if self._is_apart:  # copy, stop and grow when the ranks hold the same state again
+            return "", False
         is_due = changed or steps % self._every == 0 or stop or grow
         if changed:
             self._copy_anew(steps)
