@@ -95,11 +95,13 @@ class Pretence:
     job: JobValues = field(default_factory=JobValues)
     #: All calls and waits, in order.
     calls: list[PretendedCall] = field(default_factory=list)
-    #: Told of each call, with the tensors that it writes.
     #: The bytes of checkpoints that the rank would have written.
     saved_bytes: int = 0
+    #: What is assumed of values that only a real run has.
+    assumed: set[str] = field(default_factory=set)
     #: True once the default group was made for a program that may make it again.
     is_early: bool = False
+    #: Told of each call.
     listeners: list[Any] = field(default_factory=list)
     _lost: dict[int, StorageWeakRef] = field(default_factory=dict)
 

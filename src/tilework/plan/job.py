@@ -142,6 +142,7 @@ class PlannedJob:
             sum(len(call.ranks) > 1 and not call.is_async for call in mine),
             RankTime(work.seconds, moving, self.cluster.error),
             run.stopped,
+            frozenset(run.assumed),
         )
 
     def _is_between_hosts(self, call: PretendedCall) -> bool:

@@ -43,6 +43,7 @@ class RankReport:
         chain: The collectives and messages that wait for each other, in a row.
         time: The expected time.
         stopped: The reason for which the rank stopped after it had left the job; "".
+        assumed: What was assumed of values that only a real run has.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankReport:
     chain: int
     time: RankTime
     stopped: str = ""
+    assumed: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +124,9 @@ class PlanReport:
         more = f" and {len(self.kinds) - 16} more" if len(self.kinds) > 16 else ""
         which = "every rank" if self.everyone else f"ranks {ran}{more}, one of each kind"
         parts: list[str | TextTable] = [head, f"ran: {which}; only what ran is proven", ""]
+        assumed = (each.assumed for each in self.kinds)
         parts += [*self._memory(), "", self._ranks(), "", *self._traffic()]
+        parts += [f"assumed: {each}" for each in sorted(set[str]().union(*assumed))]
         for rank in self.kinds:
             if rank.stopped:
                 parts.append(f"rank {rank.rank}, after it had left the job: {rank.stopped}")

@@ -44,6 +44,8 @@ class RankRun:
     result: Any = None
     #: The reason for which the rank stopped after it had left the job; "" if it ran to the end.
     stopped: str = ""
+    #: What was assumed of values that only a real run has.
+    assumed: set[str] = field(default_factory=set)
     #: The seconds that pretending took.
     seconds: float = 0.0
 
@@ -82,7 +84,7 @@ def run_rank(
         meshes.update((id(mesh), mesh) for mesh in meshes_of_rank())
 
     pretence.listeners += [look, *listeners]
-    run.calls = pretence.calls
+    run.calls, run.assumed = pretence.calls, pretence.assumed
     world, begun = World(), time.perf_counter()
     with ExitStack() as stack:
         for context in (

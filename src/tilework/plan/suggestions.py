@@ -18,7 +18,8 @@ from tilework.plan.cluster import Cluster
 from tilework.plan.job import PlannedJob, pretend
 from tilework.plan.report import PlanReport
 from tilework.plan.tensors import leaves
-from tilework.plan.ways import WAYS, Sizes, blocks_of
+from tilework.parallel import Stages
+from tilework.plan.ways import AXES, WAYS, Setting, Sizes, blocks_of
 from tilework.show import Page, TextTable, bytes_text
 
 #: The most plans that are pretended, and that are given.
@@ -35,16 +36,34 @@ class ModelPlan:
 
     Attributes:
         degrees: By way, the number of ranks; 1 for ways that need no ranks.
+        microbatches: The parts of a batch in a pipeline (``pp``).
         report: What the plan needs, if it was pretended.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> plan = ModelPlan({"fsdp": 2, "recompute": 1})
+        >>> def program(rank):
+        ...     model = plan.apply(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+        ...     return model(plan.rows(torch.ones(4, 2))).shape
+        >>> run_ranks(2, program)
+        [torch.Size([2, 1]), torch.Size([2, 1])]
     """
 
     degrees: Mapping[str, int]
+    microbatches: int = 1
     report: PlanReport | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         unknown = set(self.degrees) - set(WAYS)
         if unknown or not all(degree >= 1 for degree in self.degrees.values()):
             raise ValueError(f"ways are {', '.join(WAYS)}, with degrees from 1; got {self.degrees}")
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        """By way, the lengths of the mesh's axes."""
+        known = {name: self.degrees[name] for name in AXES if name in self.degrees}
+        return {name: n for name, n in known.items() if n > 1 or WAYS[name].shares_batch}
 
     def apply(self, model: nn.Module, example: Any = None, device_type: str = "cpu") -> nn.Module:
         """Share a model as planned. Collective over all ranks; blocks.
@@ -54,28 +73,44 @@ class ModelPlan:
             example: The arguments of a forward, which ``tp`` needs.
             device_type: The kind of device.
 
+        Returns:
+            The model, for which each rank has :meth:`rows` of a batch. With ``pp`` it is
+            :class:`~tilework.parallel.Stages`, which trains by ``step(...)``.
+
         Raises:
             ValueError: The plan is for another number of ranks.
         """
-        axes = {name: n for name, n in self.degrees.items() if n > 1 or WAYS[name].shares_batch}
+        axes = self._axes
         if prod(axes.values()) != get_world_size():
             raise ValueError(f"{self} is not for {get_world_size()} ranks")
-        outer = sorted(axes, key=lambda name: not WAYS[name].shares_batch)
-        mesh = None
+        setting = Setting({}, None, example, self.microbatches)
         if axes:
-            sizes = tuple(axes[name] for name in outer)
-            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(outer))
-        for name, way in WAYS.items():
-            if name in self.degrees:
-                part = mesh[name] if mesh is not None and name in axes else None
-                model = way.apply(model, part, example)
+            mesh = init_device_mesh(device_type, (*axes.values(),), mesh_dim_names=(*axes,))
+            batch = tuple(name for name in axes if WAYS[name].shares_batch)
+            shared = mesh[batch].flatten() if batch else None
+            setting = replace(setting, axes={name: mesh[name] for name in axes}, batch=shared)
+        ways = [way for name, way in WAYS.items() if self.degrees.get(name) == 1 or name in axes]
+        for change in [way.change(model, setting) for way in ways]:
+            if isinstance(model, Stages):
+                model.parts[:] = map(change, model.parts)
+            else:
+                model = change(model)
         return model
+
+    def rows(self, batch: Any) -> Any:
+        """This rank's rows of a batch: of the tensors in it, along dim 0. Local."""
+        count, place, rest = 1, 0, get_rank()
+        for name, degree in reversed(self._axes.items()):
+            rest, here = divmod(rest, degree)
+            if WAYS[name].shares_batch:
+                place, count = place + here * count, count * degree
+        return _rows(batch, count, place)
 
     def __str__(self) -> str:
         return " + ".join(
-            name if degree == 1 and name == "recompute" else f"{name} {degree}"
+            name if degree == 1 and name not in AXES else f"{name} {degree}"
             for name, degree in self.degrees.items()
-        )
+        ) + (f" ({self.microbatches} microbatches)" if "pp" in self.degrees else "")
 
 
 @dataclass(frozen=True)
@@ -236,20 +271,26 @@ def _alone(job: PlannedJob, build: Callable[[], nn.Module], example: Any) -> tup
 
 def _step(plan: ModelPlan, build: Callable[[], nn.Module], example: Any) -> None:
     """Two steps with a plan, on this rank's rows."""
-    shares = {name: n for name, n in plan.degrees.items() if WAYS[name].shares_batch}
-    count = prod(shares.values())
-    model = plan.apply(build(), example)
-    place = get_rank() // (get_world_size() // count)  # the batch's axis is the outer axis
-    _train(model, _rows(example, count, place))
+    example = plan.rows(example)
+    _train(plan.apply(build(), example), example)
 
 
 def _train(model: nn.Module, example: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        result = model(**example) if isinstance(example, Mapping) else model(*example)
-        _loss(result).backward()  # type: ignore[no-untyped-call]
+        backward(model, example)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def backward(model: nn.Module, example: Any) -> Tensor:
+    """Forward and backward of a model that a plan has changed; return the loss of these rows."""
+    args, kwargs = ((), example) if isinstance(example, Mapping) else (example, {})
+    if isinstance(model, Stages):
+        return model.step(*args, **kwargs, loss=_loss, weight="rows")
+    loss = _loss(model(*args, **kwargs))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _loss(result: Any) -> Tensor:

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_map_only
 from tilework.comm.per_call.internal import Pretence, call_site
 from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
+from tilework.plan.repeats import keep, key_of, repeated
 from tilework.plan.unknown import is_unknown, refuse, truthful
+from tilework.tiled.rules import call_on_meta
 
 #: Larger tensors of integers have no values, either.
 MOST_VALUES = 1 << 22
@@ -98,16 +100,36 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(func)
         if all_meta and written == (0,) and len(leaves((args, kwargs))) == 1 and _is_fill(func):
             return args[0]
+        key = key_of(func, args, kwargs) if all_meta and func not in _CHOICES else None
+        if key is not None and (again := repeated(key, args)) is not None:
+            return again
         given, options = (
             (args, kwargs) if all_meta else tree_map_only(Tensor, _as_meta, (args, kwargs))
         )
         try:
-            result = truthful(func, *given, **options)
+            result = truthful(call_on_meta, func, given, options)
         except (NotImplementedError, RuntimeError) as error:
             raise self._explained(func, error) from error
+        if key is not None:
+            keep(key, args, result)
         if not written:
-            return result
+            return self._chosen(func, args, kwargs, result) if func in _CHOICES else result
         return self._wrote(written, args, kwargs, result)
+
+    def _chosen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """Choices among numbers without values: all alternatives equally often, as reports say."""
+        names = (each.name for each in func._schema.arguments)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        dim, whole = given.get("dim", -1), given["self"]
+        indices = result if isinstance(result, Tensor) else result[1]
+        if dim is None or not whole.dim() or indices.numel() > MOST_VALUES:
+            return result
+        name = func._schema.name.partition("::")[2]
+        self.pretence.assumed.add(f"{name} at {call_site()} chooses each alternative equally often")
+        even = torch.arange(indices.numel()).remainder(whole.shape[dim])
+        if indices is result:
+            return even.view(indices.shape)
+        return result[0], even.view(indices.movedim(dim, -1).shape).movedim(-1, dim).contiguous()
 
     def _wrote(
         self, written: Sequence[int | str], args: Any, kwargs: dict[str, Any], result: Any
@@ -162,6 +184,8 @@ def _copied(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+#: Operators that choose, as routers do.
+_CHOICES = (_aten.topk.default, _aten.argmax.default)
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _scalar,
     _aten._to_copy.default: _copied,

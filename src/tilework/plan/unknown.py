@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilework.capture.program.number import Number, NumberBook, with_numbers
 from tilework.comm.per_call.internal import call_site, current_pretence
+from tilework.dtensor import DTensor
 from tilework.errors import PretendError
 
 #: Methods that need the values themselves.
@@ -34,7 +35,7 @@ _READS = {
 }
 #: The folder of tilework, whose code knows of tensors without memory.
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_PLAIN = (Tensor, torch.nn.Parameter)
+_KINDS = (Tensor, torch.nn.Parameter, DTensor)
 _NUMBERS = ("item", "__float__")
 _TEXTS = ("__repr__", "__format__")
 #: Facts about the device, as the program would see them on a real rank.
@@ -136,6 +137,7 @@ def replaced(device: torch.device) -> Iterator[None]:
         elif name == "is_cpu":
             value = device.type == "cpu"
         put(Tensor, name, _attribute(name, getattr(torch._C.TensorBase, name), value))
+        put(DTensor, name, _attribute(name, getattr(DTensor, name), value))
     put(torch.autocast, "__enter__", _without_autocast(torch.autocast.__enter__))
     for name in ("tensor", "as_tensor"):
         put(torch, name, _maker(getattr(torch, name)))
@@ -181,7 +183,7 @@ def _attribute(name: str, original: Any, value: Any) -> property:
 
     def read(self: Tensor) -> Any:
         found = original.__get__(self)
-        if found is value or _plain_truth or type(self) not in _PLAIN or not is_meta(self):
+        if found is value or _plain_truth or type(self) not in _KINDS or not is_meta(self):
             return found
         caller = sys._getframe(1).f_code.co_filename
         return found if caller.startswith(_OWN) else value

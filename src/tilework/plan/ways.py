@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, Final
 
 from torch import nn
 
 from tilework.mesh import DeviceMesh
 from tilework.parallel import (
+    ContextParallel,
     DistributedDataParallel,
+    ExpertParallel,
+    Schedule,
     apply_activation_checkpointing,
+    derive_plan,
     fully_shard,
-    parallelize,
+    parallelize_module,
+    pipeline,
 )
 
 
@@ -29,7 +35,10 @@ class Sizes:
         block: Of the parameters of the largest block.
         blocks: The number of blocks in a row.
         in_linear: The part of parameters in linear layers.
+        in_experts: The part of parameters in stacks of experts.
         rows: The rows of a batch.
+        sequence: The length of the sequence that attention looks at; 0 without attention.
+        microbatches: The parts of a batch in a pipeline.
         moved: The bytes that a rank moves in a step.
         work: The arithmetic, relative to one forward and backward of a rank alone.
     """
@@ -41,6 +50,9 @@ class Sizes:
     blocks: int
     in_linear: float
     rows: int
+    in_experts: float = 0.0
+    sequence: int = 0
+    microbatches: int = 1
     buffers: float = 0.0
     moved: float = 0.0
     work: float = 1.0
@@ -52,6 +64,27 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """The ranks that a plan is applied on.
+
+    Attributes:
+        axes: By way, the axis of the mesh.
+        batch: The axes of the ways that share a batch, as a single axis.
+        example: The arguments of a forward.
+        microbatches: The parts of a batch in a pipeline.
+    """
+
+    axes: Mapping[str, DeviceMesh]
+    batch: DeviceMesh | None
+    example: Any
+    microbatches: int
+
+
+#: A change of a model, or of a stage's module.
+Change = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
 class SharingWay:
     """A way to share a model among ranks.
 
@@ -59,15 +92,17 @@ class SharingWay:
         name: The name, and the axis of the mesh.
         shares_batch: True if the ranks have different rows of a batch.
         shrink: The sizes of a rank with ``degree`` ranks.
-        apply: Changes a model; called with the model, the axis's mesh, and an example.
+        change: From the whole model and the setting to the change, which is made in each stage.
         why_not: The reason why it cannot be with so many ranks; "" if it can.
+        apart_from: By other way, the reason why a plan cannot have both.
     """
 
     name: str
     shares_batch: bool
     shrink: Callable[[Sizes, int], Sizes]
-    apply: Callable[[nn.Module, DeviceMesh | None, Any], nn.Module]
+    change: Callable[[nn.Module, Setting], Change]
     why_not: Callable[[Sizes, int], str] = lambda sizes, degree: ""
+    apart_from: Mapping[str, str] = field(default_factory=dict)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -77,27 +112,75 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(longest.children()) or [model]
 
 
-def _replicate(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:
-    return DistributedDataParallel(model, device_mesh=mesh)
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that ``ExpertParallel`` may share: stacks, called with three tensors."""
+    return [each for each in model.modules() if _is_experts(each)]
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:
-    for block in blocks_of(model):
-        if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=mesh)
-    sharded: nn.Module = fully_shard(model, mesh=mesh)
-    return sharded
+def _is_experts(module: nn.Module) -> bool:
+    stacks, own = list(module.parameters()), list(module.parameters(recurse=False))
+    if not own or len(own) < len(stacks) or min(each.dim() for each in own) < 2:
+        return False
+    counts = {len(each) for each in own}
+    return len(counts) == 1 and len(signature(type(module).forward).parameters) == 4
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:
-    parallelize(model, mesh, example)  # in place
-    return model
+def _replicate(model: nn.Module, setting: Setting) -> Change:
+    return lambda part: DistributedDataParallel(part, device_mesh=setting.axes["ddp"])
 
 
-def _recompute(model: nn.Module, mesh: DeviceMesh | None, example: Any) -> nn.Module:
-    chosen = {id(block) for block in blocks_of(model)}
-    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
-    return model
+def _shard(model: nn.Module, setting: Setting) -> Change:
+    def change(part: nn.Module) -> nn.Module:
+        experts = experts_of(part) if "ep" in setting.axes else []
+        for each in experts:
+            fully_shard(each, mesh=setting.axes["fsdp"])
+        apart = [parameter for each in experts for parameter in each.parameters()]
+        for block in blocks_of(part):
+            if any(True for _ in block.parameters()):
+                fully_shard(block, mesh=setting.batch, ignored_params=apart)
+        sharded: nn.Module = fully_shard(part, mesh=setting.batch, ignored_params=apart)
+        return sharded
+
+    return change
+
+
+def _cut(model: nn.Module, setting: Setting) -> Change:
+    mesh = setting.axes["tp"]
+    plan = derive_plan(model, mesh, setting.example)
+
+    def change(part: nn.Module) -> nn.Module:
+        own = dict(part.named_modules())  # a stage has some of the model's modules
+        return parallelize_module(part, mesh, {n: way for n, way in plan.items() if n in own})
+
+    return change
+
+
+def _share_sequence(model: nn.Module, setting: Setting) -> Change:
+    return lambda part: parallelize_module(part, setting.axes["cp"], ContextParallel())
+
+
+def _share_experts(model: nn.Module, setting: Setting) -> Change:
+    def change(part: nn.Module) -> nn.Module:
+        for experts in experts_of(part):
+            parallelize_module(experts, setting.axes["ep"], ExpertParallel())
+        return part
+
+    return change
+
+
+def _cut_into_stages(model: nn.Module, setting: Setting) -> Change:
+    mesh = setting.axes["pp"]
+    schedule = Schedule.one_forward_one_backward(mesh.size(), setting.microbatches)
+    return lambda whole: pipeline(whole, mesh, schedule=schedule)
+
+
+def _recompute(model: nn.Module, setting: Setting) -> Change:
+    def change(part: nn.Module) -> nn.Module:
+        chosen = {id(block) for block in blocks_of(part)}
+        apply_activation_checkpointing(part, check_fn=lambda module: id(module) in chosen)
+        return part
+
+    return change
 
 
 def _of_batch(sizes: Sizes, degree: int) -> Sizes:
@@ -134,6 +217,38 @@ def _cut_sizes(sizes: Sizes, degree: int) -> Sizes:
     )
 
 
+def _staged(sizes: Sizes, degree: int) -> Sizes:
+    here = 1 - sizes.block * sizes.blocks / max(sizes.parameters, 1) * (1 - 1 / degree)
+    parts = sizes.microbatches
+    return replace(
+        sizes,
+        parameters=sizes.parameters * here,
+        states=sizes.states * here,
+        activations=sizes.activations / degree * min(degree, parts) / parts,
+        blocks=-(-sizes.blocks // degree),
+        work=sizes.work / degree * (parts + degree - 1) / parts,
+    )
+
+
+def _of_sequence(sizes: Sizes, degree: int) -> Sizes:
+    away = (degree - 1) / degree
+    moved = 2 * sizes.parameters * away + sizes.activations * away / 8
+    return replace(_of_batch(sizes, degree), moved=sizes.moved + moved)
+
+
+def _of_experts(sizes: Sizes, degree: int) -> Sizes:
+    sizes, away = _of_batch(sizes, degree), (degree - 1) / degree
+    gathered = 1 - sizes.in_experts
+    moved = 3 * sizes.parameters * gathered * away + sizes.activations * away / 4
+    return replace(
+        sizes,
+        parameters=sizes.parameters / degree,
+        states=sizes.states / degree,
+        block=sizes.block * (gathered + sizes.in_experts / degree),
+        moved=sizes.moved + moved,
+    )
+
+
 def _recomputed(sizes: Sizes, degree: int) -> Sizes:
     # A block's input is a small part of what the block keeps.
     kept = sizes.activations * (1 / sizes.blocks + 1 / 16)
@@ -148,13 +263,52 @@ def _nothing_to_cut(sizes: Sizes, degree: int) -> str:
     return "" if sizes.in_linear else "no linear layer can be cut"
 
 
+def _no_sequence(sizes: Sizes, degree: int) -> str:
+    if not sizes.sequence:
+        return "the model has no attention, whose sequence ranks could share"
+    few = f"a sequence of {sizes.sequence} is less than {2 * degree}, two tokens for each rank"
+    return few if sizes.sequence < 2 * degree else ""
+
+
+def _no_experts(sizes: Sizes, degree: int) -> str:
+    no = "the model has no stacks of experts, called with rows, experts and weights"
+    return _too_few_rows(sizes, degree) if sizes.in_experts else no
+
+
+def _no_stages(sizes: Sizes, degree: int) -> str:
+    if degree > sizes.blocks:
+        return f"{sizes.blocks} blocks in a row are less than {degree} stages"
+    return "" if sizes.microbatches > 1 else "a rank's rows are no two microbatches"
+
+
+_NO_MESH = "both make DTensors, of which each needs both axes: write one plan for both by hand"
+
 #: All ways, in the order in which they are applied to a model.
 WAYS: Final[dict[str, SharingWay]] = {
     way.name: way
     for way in (
+        SharingWay("pp", False, _staged, _cut_into_stages, _no_stages),
         SharingWay("tp", False, _cut_sizes, _cut, _nothing_to_cut),
+        SharingWay(
+            "cp",
+            False,
+            _of_sequence,
+            _share_sequence,
+            _no_sequence,
+            {"pp": "DTensors do not cross stages", "tp": _NO_MESH, "ep": _NO_MESH},
+        ),
+        SharingWay(
+            "ep",
+            True,
+            _of_experts,
+            _share_experts,
+            _no_experts,
+            {"ddp": "ranks of ddp would not average the experts' gradients: take fsdp"},
+        ),
         SharingWay("recompute", False, _recomputed, _recompute),
         SharingWay("fsdp", True, _sharded, _shard, _too_few_rows),
         SharingWay("ddp", True, _replicated, _replicate, _too_few_rows),
     )
 }
+#: The axes of a mesh, the outermost first: ranks that talk most are next to each other.
+AXES: Final = ("pp", "ddp", "fsdp", "ep", "cp", "tp")

@@ -26,6 +26,7 @@ from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
 from tilework.parallel.pipeline.split import CallOrder, Split, copied_tree, copied_with, stage_of
 from tilework.show import bytes_text
+from tilework.tiled.rules import call_on_meta
 
 #: The name of a value: ("call", number of the call, leaf of the result), or ("argument", stage,
 #: leaf of the arguments of the stage's first call).
@@ -181,7 +182,7 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     lowered = tree_map(lower, (args, dict(kwargs)))
     _check_writes(func, args, walk)
     try:
-        result = func(*lowered[0], **lowered[1])
+        result = call_on_meta(func, *lowered)
     except (NotImplementedError, RuntimeError) as error:
         text = str(error)
         if "meta" not in text and "data-dependent" not in text:

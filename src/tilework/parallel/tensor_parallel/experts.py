@@ -298,6 +298,8 @@ class _Experts:
         The module gets rows with two of this rank's experts each, and with a single one.
         """
         rows, ids, weights = (each.detach() for each in given)
+        if rows.is_meta:  # a pretended rank has no values
+            return True
         few = rows[rows.any(1)][:_TRIED]  # zeros tell nothing
         few = few if len(few) else rows.new_ones(1, rows.shape[1])
         signs = [1, -1] if bool((weights < 0).any()) else [1]
@@ -334,7 +336,7 @@ class _Experts:
         """
         group, wrong = state
         bad = ((flat < 0) | (flat >= count)).sum()
-        nan = weights.detach().isnan().sum()
+        nan = bad.new_zeros(()) if weights.is_meta else weights.detach().isnan().sum()
         counts = torch.bincount(flat.clamp(0, count - 1), minlength=count)
         mine = [counts, bad.view(1), nan.view(1), counts.new_tensor([wrong])]
         lines: _Counts = (

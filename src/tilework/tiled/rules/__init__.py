@@ -28,6 +28,7 @@ from tilework.tiled.rules.empty_shards import (
     with_row_for_empty,
     zero_addend,
 )
+from tilework.tiled.rules.linear import call_on_meta
 from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
 from tilework.tiled.rules.pooling import POOLS
 from tilework.tiled.rules.rearranging import SPLITS, split_lengths, with_item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -211,6 +211,19 @@ def _grouped_product(
         linear=[[input], [mat2]],
         run=make,
     )
+
+
+def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator of torch for tensors on meta: products of groups in any dtype.
+
+    torch's own kernel knows the shapes of bfloat16 alone.
+    """
+    if func is not torch.ops.aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    a, b, *rest = args
+    groups = a.shape[:-2] if b.dim() == 3 else (rest[0] if rest else kwargs["offs"]).shape
+    leading = groups if a.dim() == b.dim() else ()
+    return torch.empty((*leading, a.shape[-2], b.shape[-1]), dtype=a.dtype, device="meta")
 
 
 def _product_of_groups(
