@@ -96,7 +96,7 @@ def first_replicas(spec: DTensorSpec) -> Ints:
 def note_input(tensor: DTensorBase, was_plain: bool) -> None:
     """Make the digests of later collectives on the mesh depend on a module's input. Local.
 
-    If it was made of a local tensor, its digest depends on the inputs before, unless it is
+    If it was made of a local tensor, the digest depends on the inputs before, unless it is
     replicated.
     """
     spec = tensor._spec

@@ -295,7 +295,7 @@ class _Experts:
     def _adds(self, module: nn.Module, given: _Given, placements: list[Placement] | None) -> bool:
         """False if some rows' results are not sums of weight times an expert's result. Local.
 
-        The module gets rows with two of this rank's experts each, and with a single one.
+        The module gets rows with two of this rank's experts each, and rows with a single expert.
         """
         rows, ids, weights = (each.detach() for each in given)
         if rows.is_meta:  # a pretended rank has no values
