@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name, piece
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
-from tilework.checkpoint.flattening import flatten, is_numpy_array, numpy_as_tensor, rebuild
+from tilework.checkpoint.flattening import (
+    flatten,
+    found_in,
+    is_numpy_array,
+    numpy_as_tensor,
+    rebuild,
+)
 from tilework.checkpoint.format import Index, Path, SavedTensor
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.stateful_objects import Containers, Places, has_state, is_lazy, unwrapped
@@ -345,10 +351,8 @@ class Filling:
         if found is None:
             self.missing.append(name)
             return lambda: value
-        known: dict[Path, Tensor] = {}
         contents = value.state_dict()
-        tensors_by_path(contents, (), known)
-        fresh = self.fresh(found, known)
+        fresh = self.fresh(found, dict(found_in(contents, Tensor)))
         if self.is_of_others(found):
             fresh.keep(flatten(contents, Containers(contents)))
 
@@ -458,18 +462,6 @@ def _replaced(old: Any, new: Any) -> Any:
     if hasattr(old, "_fields") and isinstance(new, list | tuple):
         return type(old)(*new)
     return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
-
-
-def tensors_by_path(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
-    """Add the tensors in ``state``, which is at ``path``, to ``found`` by their paths."""
-    if isinstance(state, Tensor):
-        found[path] = state
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            tensors_by_path(value, (*path, key), found)
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            tensors_by_path(value, (*path, number), found)
 
 
 def is_in_module(module: nn.Module, contents: Mapping[str, Any]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tilework.comm.per_call.internal import awaited
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import is_torch_dtensor
 
+T = TypeVar("T")
 #: The maximum of levels: an index needs a few around the state, and up to five for a value.
 _MOST_LEVELS = MOST_DEPTH - 10
 #: Makes plain containers of an object, or returns an unknown value unchanged.
@@ -50,6 +51,19 @@ def check_levels(levels: int, path: Path) -> None:
             f"the state is nested too deep at {dotted(path[:4])}…: an index holds at most "
             f"{MOST_DEPTH} levels. Does a container hold itself?"
         )
+
+
+def found_in(state: Any, kind: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
+    """The values of a class in a nesting of dicts, lists and tuples at ``path``, each with the
+    path.
+    """
+    check_levels(len(path), path)
+    if isinstance(state, kind):
+        yield path, state
+    elif isinstance(state, Mapping | list | tuple):
+        pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
+        for key, value in pairs:
+            yield from found_in(value, kind, (*path, key))
 
 
 def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.checkpoint.flat_state import dotted
-from tilework.checkpoint.flattening import check_levels
+from tilework.checkpoint.flattening import found_in
 from tilework.checkpoint.format import Path
 from tilework.comm.world import current_world
 from tilework.sharded import ShardedOptimizer, named_params_with_sharded_tensor
@@ -167,17 +167,9 @@ def has_state(value: Any) -> bool:
     )
 
 
-def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+def modules_of(state: Any) -> Iterator[tuple[Path, nn.Module]]:
     """The modules in a nesting of dicts, lists and tuples, unwrapped, each with the path."""
-    check_levels(len(path), path)
-    if isinstance(state, nn.Module):
-        yield path, unwrapped(state)
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from modules_of(value, (*path, key))
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            yield from modules_of(value, (*path, number))
+    return ((path, unwrapped(module)) for path, module in found_in(state, nn.Module))
 
 
 def places_of_parameters(state: Any) -> dict[int, list[Place]]:

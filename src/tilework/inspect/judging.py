@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from rich.filesize import decimal
+
 from tilework.comm.per_call.internal import (
     LEAST_OPERATIONS,
     LEAST_SECONDS,
@@ -146,20 +148,13 @@ def _late_text(late: Late, seconds: float) -> str:
 def _speed_text(speed: Speed) -> str:
     of = f" of {speed.limit / 1e9:.1f}" if speed.limit else ""
     return (
-        f"{speed.group} {speed.operation} {_size(speed.bytes)}: {speed.rate / 1e9:.2g}{of} GB/s, "
+        f"{speed.group} {speed.operation} {decimal(speed.bytes)}: {speed.rate / 1e9:.2g}{of} GB/s, "
         f"{speed.operations} times; hidden behind computing: {speed.hidden:.0%}"
     )
 
 
 def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def _size(size: int) -> str:
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= least:
-            return f"{size / least:.1f} {unit}"
-    return f"{size} B"
 
 
 def summarize(timeline: Timeline) -> Summary:

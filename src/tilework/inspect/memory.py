@@ -6,7 +6,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -181,12 +181,12 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bury()
         before = self._total
         self._note_backward()
-        for tensor in _tensors(args, kwargs):
+        for tensor in tensors_in((args, kwargs)):
             self._see(tensor)
         result = func(*args, **kwargs)
         self._bury()
         node = torch._C._current_autograd_node()
-        for tensor in (*tensors_in(result), *_tensors(args, kwargs)):
+        for tensor in tensors_in((result, args, kwargs)):
             self._see(tensor, node)
         leaf = getattr(node, "variable", None)  # only of a node that adds to a gradient
         if leaf is not None:
@@ -313,7 +313,7 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The step is over: what the optimizer keeps are states."""
         self._in_step -= 1
         for parameter, states in list(optimizer.state.items()):
-            for tensor in _tensors((states,), {}):
+            for tensor in tensors_in(states):
                 name = self._module_of(_local(parameter)) if isinstance(parameter, Tensor) else None
                 self._mark(_local(tensor), "optimizer states", name)
 
@@ -391,16 +391,6 @@ def _active() -> Iterator[MemoryByUse]:
 
 def _note_end(freed: deque[int], key: int, _: object) -> None:
     freed.append(key)
-
-
-def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values(), {})
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value, {})
 
 
 def _local(tensor: Tensor) -> Tensor:

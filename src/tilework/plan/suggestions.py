@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.world import get_rank, get_world_size
+from tilework.dtensor.internal import tensors_in
 from tilework.mesh import init_device_mesh
+from tilework.parallel import Stages
 from tilework.plan.cluster import Cluster
 from tilework.plan.job import PlannedJob, pretend
 from tilework.plan.report import PlanReport
-from tilework.plan.tensors import leaves
-from tilework.parallel import Stages
 from tilework.plan.ways import AXES, WAYS, Setting, Sizes, blocks_of
 from tilework.show import Page, TextTable, bytes_text
 
@@ -262,7 +262,7 @@ def _alone(job: PlannedJob, build: Callable[[], nn.Module], example: Any) -> tup
 
     report = job.run(program)
     by = report.worst.peak.by_use()
-    rows = min((t.shape[0] for t in leaves(example) if t.dim()), default=1)
+    rows = min((t.shape[0] for t in tensors_in(example) if t.dim()), default=1)
     rest = by["activations"] + by["temporary"]
     whole = facts.pop("whole")
     sizes = Sizes(whole, 2 * whole, rest, rows=rows, **facts)
@@ -296,7 +296,7 @@ def backward(model: nn.Module, example: Any) -> Tensor:
 def _loss(result: Any) -> Tensor:
     """The loss that a model gives, or the mean of the squares of the first tensor."""
     loss: Tensor | None = getattr(result, "loss", None)
-    return leaves(result)[0].float().square().mean() if loss is None else loss
+    return tensors_in(result)[0].float().square().mean() if loss is None else loss
 
 
 def _rows(value: Any, count: int, place: int) -> Any:

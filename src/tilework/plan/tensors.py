@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tilework.comm.per_call.internal import Pretence, call_site
+from tilework.dtensor.internal import tensors_in
 from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
 from tilework.plan.repeats import keep, key_of, repeated
@@ -49,7 +50,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = leaves((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if func in _SPECIAL:
             return _SPECIAL[func](self, func, args, kwargs)
         if not tensors or _is_like(func):
@@ -63,7 +64,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         numbers = (*args, *kwargs.values())
         if any(map(is_unknown, numbers)) or not all(map(self.pretence.has_values, tensors)):
-            for tensor in leaves(result):
+            for tensor in tensors_in(result):
                 self.pretence.lose(tensor)
         return result
 
@@ -98,7 +99,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "generator" in kwargs:
             kwargs["generator"] = None
         written = _written(func)
-        if all_meta and written == (0,) and len(leaves((args, kwargs))) == 1 and _is_fill(func):
+        if all_meta and written == (0,) and len(tensors_in((args, kwargs))) == 1 and _is_fill(func):
             return args[0]
         key = key_of(func, args, kwargs) if all_meta and func not in _CHOICES else None
         if key is not None and (again := repeated(key, args)) is not None:
@@ -136,7 +137,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """The result of an operator that has written arguments whose values are lost."""
         targets = [args[i] if isinstance(i, int) else kwargs.get(i) for i in written]
-        for tensor in leaves(targets):
+        for tensor in tensors_in(targets):
             self.pretence.lose(tensor)
         alone = isinstance(result, Tensor) and len(targets) == 1
         return targets[0] if alone and isinstance(targets[0], Tensor) else result
@@ -203,17 +204,6 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def _may_have_values(tensor: Tensor) -> bool:
     is_real = tensor.is_floating_point() or tensor.is_complex()
     return not is_real and tensor.numel() <= MOST_VALUES
-
-
-def leaves(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for each in value for tensor in leaves(each)]
 
 
 @cache

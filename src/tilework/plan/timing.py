@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tilework.comm.per_call.internal import PretendedCall
+from tilework.dtensor.internal import tensors_in
 from tilework.plan.cluster import Cluster
-from tilework.plan.tensors import leaves
 
 #: Operators that only look at memory.
 _VIEWS = ("view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "split")
@@ -73,7 +73,7 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if count is not None:
             with contextlib.suppress(Exception):  # an operator in a form that torch cannot count
                 flops = count(*args, **kwargs, out_val=result)
-        nbytes = sum(tensor.nbytes for tensor in leaves((args, kwargs, result)))
+        nbytes = sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))
         self.flops += flops
         self.nbytes += nbytes
         self.calls += 1

@@ -43,12 +43,12 @@ def _substituted(value: Any, tensors: Iterator[Any]) -> Any:
 
 
 def tensors_in(result: Any) -> list[Tensor]:
-    """All tensors of a result, in order."""
+    """All tensors in a result or in arguments, in order."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, (list, tuple)):
         return [tensor for item in result for tensor in tensors_in(item)]
-    return []
+    return tensors_in([*result.values()]) if isinstance(result, dict) else []
 
 
 def rebuilt(result: Any, tensors: Iterator[Any]) -> Any:
