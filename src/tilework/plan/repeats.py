@@ -62,7 +62,7 @@ def repeated(key: Any, args: Any) -> Any:
 
 
 def keep(key: Any, args: Any, result: Any) -> None:
-    """Keep how the result of a call is made, if it is memory of its own, or the first argument."""
+    """Keep how a call makes the result, if that is the first argument or has separate memory."""
     if len(_known) >= _MOST:
         _known.clear()
     if _kind(key[0]) == "in place":
