@@ -59,13 +59,12 @@ def parameters_of(optimizer: Optimizer, places: Places) -> list[list[tuple[Any, 
         )
     ]
     of_modules = names_of({id(p): places[id(p)] for _, p in given if id(p) in places})
-    names = [of_modules.get(id(parameter), name) for name, parameter in given]
-    times = Counter(names)
-    named = [
-        (number if name is None or (times[name] > 1 and id(parameter) not in of_modules) else name)
-        for number, (name, (_, parameter)) in enumerate(zip(names, given, strict=True))
+    times = Counter(of_modules.get(id(parameter), name) for name, parameter in given)
+    numbered = [
+        (number if name is None or times[name] > 1 else name, parameter)
+        for number, (name, parameter) in enumerate(given)
     ]
-    pairs = iter([(name, parameter) for name, (_, parameter) in zip(named, given, strict=True)])
+    pairs = iter([(of_modules.get(id(p), name), p) for name, p in numbered])
     return [[next(pairs) for _ in group["params"]] for group in optimizer.param_groups]
 
 

@@ -19,7 +19,7 @@ _MOST = 1 << 16
 
 
 def key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What decides the sizes of a result that is new, or is the first argument; else None."""
+    """Facts that decide the sizes of a result that is new, or the first argument; else None."""
     kind = _kind(func)
     if not kind:
         return None
