@@ -215,12 +215,9 @@ class DTensorSpec:
         """Offset and size of this rank's range of a dim; an empty one outside the mesh.
         SeveralRangesError if it has several.
         """
-        coordinate = self.mesh.get_coordinate()
         if is_dealt(self.splits[dim]):
             raise SeveralRangesError(self.splits[dim])
-        if coordinate is None:
-            return 0, 0
-        return shard_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
+        return next(iter(self.local_ranges(dim)), (0, 0))
 
     def range_at(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
         """Offset and size of the range of a dim that the rank at a mesh coordinate holds.

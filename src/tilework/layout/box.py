@@ -396,7 +396,7 @@ def _consecutive(ranges: Ranges, sizes: Sequence[int]) -> list[Ranges]:
             if low < high:
                 part.append((start + low, high - low))
             passed += count
-        parts.append(tuple(part) or ((sum(ranges[-1]), 0),))
+        parts.append(tuple(part) or ((ranges[0][0] + min(at, ranges[0][1]), 0),))
     return parts
 
 
@@ -550,13 +550,13 @@ def boxes_at(
     """The regions of a tensor that the rank at a mesh coordinate holds, ascending by offsets."""
     if not any(map(is_dealt, splits)):
         return (box_at(shape, lengths, splits, coordinate),)
-    return _boxes_of([
+    return boxes_of([
         ranges_at(extent, lengths, of_dim, coordinate)
         for extent, of_dim in zip(shape, splits, strict=True)
     ])  # fmt: skip
 
 
-def _boxes_of(ranges: Sequence[Ranges]) -> tuple[Box, ...]:
+def boxes_of(ranges: Sequence[Ranges]) -> tuple[Box, ...]:
     """The box of each combination of a range from each dim."""
     boxes = [list(zip(*each, strict=True)) for each in product(*ranges)]
     return tuple([trusted_box(offsets, sizes) for offsets, sizes in boxes])

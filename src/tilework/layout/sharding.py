@@ -16,9 +16,7 @@ The same functions serve the dims of tensors and the factors of operators.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 from tilework.layout.box import (
@@ -27,13 +25,12 @@ from tilework.layout.box import (
     Ints,
     Splits,
     axes_of,
-    boxes_at,
+    boxes_of,
     chunk_offsets,
     chunk_sizes,
     combination_index,
-    is_dealt,
     shard_extents,
-    shards,
+    shard_ranges,
     sums_of_combinations,
     trusted_box,
 )
@@ -196,29 +193,11 @@ def _boxes(
     shape: Ints, lengths: Ints, splits: Sequence[Splits], sharding: Sequence[int]
 ) -> list[tuple[Box, ...]]:
     """The boxes for each combination of coordinates along the axes that shard."""
-    if not shape:
-        return [(Box((), ()),)]
-    if any(map(is_dealt, splits)):
-        places = product(*[range(lengths[axis]) for axis in sharding])
-        coordinates = [dict(zip(sharding, place, strict=True)) for place in places]
-        return [
-            boxes_at(shape, lengths, splits, [at.get(axis, 0) for axis in range(len(lengths))])
-            for at in coordinates
-        ]
-    count = math.prod([lengths[axis] for axis in sharding])
-    offsets: list[Sequence[int]] = []
-    sizes: list[Sequence[int]] = []
+    ranges = []
     for extent, of_dim in zip(shape, splits, strict=True):
-        starts, parts = shards(extent, lengths, of_dim) if of_dim else ((0,), (extent,))
-        if len(starts) == 1:
-            offsets.append(starts * count)
-            sizes.append(parts * count)
-        else:
-            index = combination_index(sharding, axes_of(of_dim), lengths)
-            offsets.append([starts[i] for i in index])
-            sizes.append([parts[i] for i in index])
-    boxes = map(trusted_box, zip(*offsets, strict=True), zip(*sizes, strict=True))
-    return [(box,) for box in boxes]
+        every = shard_ranges(extent, lengths, of_dim)
+        ranges.append([every[i] for i in combination_index(sharding, axes_of(of_dim), lengths)])
+    return list(map(boxes_of, zip(*ranges, strict=True))) if shape else [(Box((), ()),)]
 
 
 def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:

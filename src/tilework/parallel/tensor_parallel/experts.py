@@ -345,8 +345,8 @@ class _Experts:
         if ranks := [rank for rank, line in enumerate(lines) if line[-1]]:
             raise ValueError(
                 f"{self.axis.layer} does not return, for a row, the sum of weight times the "
-                f"expert's result (on ranks {ranks} of the axis). ExpertParallel calls it with one "
-                f"expert a row and weight 1, and weighs and adds results where rows came from: let "
+                f"expert's result (on ranks {ranks} of the axis). ExpertParallel calls it with a "
+                f"single expert a row, weight 1, and weighs and adds up where rows came from: let "
                 f"forward return the sum, and do the rest outside the module"
             )
         for column, what in ((-3, f"an expert's number outside 0 to {count - 1}"), (-2, "NaN")):
