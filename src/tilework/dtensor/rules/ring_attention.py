@@ -222,42 +222,38 @@ class AttentionPart:
     def rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Ranges, Tensor, Tensor]]:
         """Step, global indices, keys and values: first this rank's own, then those that come."""
         steps = self.holders.steps
-        arriving = self._keys(steps[0], key, value) if steps else None
+        messages = (self.message(step, (key, value)) for step in steps)
+        arriving = next(messages, None)
         yield 0, self.holders.held[self.holders.me], key, value
-        for number, step in enumerate(steps):
+        for step in steps:
             assert arriving is not None
-            came = arriving()
-            more = steps[number + 1 : number + 2]
-            arriving = self._keys(more[0], key, value) if more else None
+            came, arriving = arriving(), next(messages, None)
             yield step, self.holders.received(step), came[0], came[1]
 
-    def _keys(self, step: int, key: Tensor, value: Tensor) -> Arriving:
-        rows = local_slices(self.holders.held[self.holders.me], self.holders.sent(step))
-        return self.message(step, (key, value), rows, count(self.holders.received(step)))
-
-    def message(
-        self,
-        step: int,
-        pair: Sequence[Tensor],
-        rows: Sequence[slice],
-        arrive: int,
-        back: bool = False,
-    ) -> Arriving:
-        """Start to send rows of two tensors ``step`` ranks ahead (or ``back``), and to get some."""
+    def message(self, step: int, pair: Sequence[Tensor], back: bool = False) -> Arriving:
+        """Start to send keys and values ``step`` ranks ahead; or the gradients of those that came
+        in this step, ``back``.
+        """
         assert self.group is not None
         assert self.specs is not None
+        holders = self.holders
+        sent, gets = holders.sent(step), count(holders.received(step))
+        rows, arrive = local_slices(holders.held[holders.me], sent), gets
+        if back:
+            rows, arrive = [slice(0, gets)], count(sent)
         if causes.watchers:
             width = sum(math.prod((*x.shape[:2], x.shape[3])) * x.element_size() for x in pair)
-            causes.record_message(self.specs[1], self.group, width * self.holders.most(step), back)
+            causes.record_message(self.specs[1], self.group, width * holders.most(step), back)
         me, size, ahead = self.group.rank(), self.group.size(), -step if back else step
         parts = [torch.cat([x[:, :, :0], *[x[:, :, each] for each in rows]], 2) for x in pair]
-        sent = torch.cat([part.reshape(-1) for part in parts])
+        leaving = torch.cat([part.reshape(-1) for part in parts])
         shapes = [(*x.shape[:2], arrive, x.shape[3]) for x in pair]
         sizes = list(map(math.prod, shapes))
-        came = sent.new_empty(sum(sizes))
+        came = leaving.new_empty(sum(sizes))
         out, into = [0] * size, [0] * size
-        out[(me + ahead) % size], into[(me - ahead) % size] = sent.numel(), sum(sizes)
-        work = self.group.collective(*("all_to_all_single", sent, came, None, 0, True), (out, into))
+        out[(me + ahead) % size], into[(me - ahead) % size] = leaving.numel(), sum(sizes)
+        call = "all_to_all_single", leaving, came, None, 0, True
+        work = self.group.collective(*call, (out, into))
 
         def wait() -> list[Tensor]:
             if work is not None:
@@ -354,8 +350,7 @@ def _gradients(part: AttentionPart, saved: Sequence[Any], grad: Tensor) -> list[
             _add(part.holders, grads[1:], *returning)
             returning = None
         if step:
-            rows, arrive = slice(0, count(keys)), count(part.holders.sent(step))
-            returning = step, part.message(step, found, [rows], arrive, back=True)
+            returning = step, part.message(step, found, back=True)
     if returning is not None:
         _add(part.holders, grads[1:], *returning)
     return grads

@@ -281,28 +281,24 @@ def _register_pool(name: str, spatial: int, names: str) -> None:
             value = -math.inf if is_float else torch.iinfo(input.dtype).min
             steps = per_dim(given.get("dilation", 1), spatial) or ()
             adjust = partial(_global_indices, steps) if name.endswith("indices") else None
-        elif given.get("divisor_override") is None and not _counts_all(given, windows):
+        elif given.get("divisor_override") is None:
             adjust = partial(_mean_of_counted, given)
         return _Call(function, whole, input, windows, call, value, adjust).with_halos()
 
 
-def _counts_all(arguments: Mapping[str, Any], windows: Sequence[WindowsOfDim]) -> bool:
-    """True if no window counts fewer elements because it reaches over an end."""
-    padded = any(each.before for each in windows)
-    inside = all(each.needed(0, each.out)[1] <= each.size + each.before for each in windows)
-    return inside and (not padded or arguments.get("count_include_pad", True))
-
-
 def _mean_of_counted(given: Mapping[str, Any], spans: Spans, _: Any, made: Tensor) -> Tensor:
     """Means of the elements that torch counts, from means of whole windows with zeros."""
-    scale = torch.ones((), dtype=torch.float64)
-    for window, start, count in spans:
-        low = torch.arange(start, start + max(count, 1)) * window.stride - window.before
-        high, more = low + window.reach, window.before
-        if not given.get("count_include_pad", True):
-            low, more = low.clamp(min=0), 0
-        scale = scale.unsqueeze(-1) * window.reach / (high.clamp(max=window.size + more) - low)
-    return made * scale.pow(1 / given.get("norm_type", 1)).to(made)
+    counts_padding, dtype = given.get("count_include_pad", True), made.dtype
+    for dim, (window, start, count) in enumerate(spans, 1 - len(spans)):
+        low = [at * window.stride - window.before for at in range(start, start + max(count, 1))]
+        least, end = (low[0], window.size + window.before) if counts_padding else (0, window.size)
+        counted = [min(at + window.reach, end) - max(at, least) for at in low]
+        if set(counted) != {window.reach}:
+            kind = torch.float64 if dtype is torch.float64 else torch.float32
+            scale = torch.tensor([window.reach / n for n in counted], dtype=kind)
+            scale = scale.pow(1 / given.get("norm_type", 1)).to(made.device)
+            made = made * scale.view(-1, *[1] * -dim)
+    return made.to(dtype)
 
 
 def _global_indices(
