@@ -156,3 +156,12 @@ def test_gradients_of_gradients() -> None:
 
     tensors = [torch.randn(1, 2, 6, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64)]
     agree(penalty, tensors, (2,), [Shard(2)])
+
+
+def test_the_gradient_of_a_window_of_infinities_meets_an_element_and_no_padding() -> None:
+    x = torch.full((1, 2, 8), -torch.inf)
+    agree(lambda x: F.max_pool1d(x, 3, 2, 1), [x], (2,), [Shard(2)])
+
+
+def test_ranks_whose_windows_lie_beyond_the_end() -> None:
+    agree(lambda x: F.avg_pool1d(x, 2, 3, 0, True), [torch.randn(2, 2, 3)], (4,), [Shard(2)])

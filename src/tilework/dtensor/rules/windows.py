@@ -86,7 +86,7 @@ class _Call:
         windows: The windows of each of the input's last dims.
         known: The call on shards of which no window needs elements of others.
         value: The padding's value.
-        adjust: Makes results from those of a padded part, whose windows and sizes it takes.
+        adjust: Makes results from those of a padded part: takes the windows and the part, too.
     """
 
     function: Callable[..., Any]
@@ -95,7 +95,7 @@ class _Call:
     windows: Sequence[WindowsOfDim]
     known: LocalCall
     value: float = 0.0
-    adjust: Callable[[Spans, Sequence[int], Any], Any] | None = None
+    adjust: Callable[[Spans, Tensor, Any], Any] | None = None
 
     @property
     def dims(self) -> range:
@@ -181,7 +181,7 @@ class _Call:
         bias = arguments.pop("bias", None) if spans[0][0].transposed else None
         made = self.function(**arguments)
         if self.adjust is not None:
-            made = self.adjust(spans, arguments["input"].shape[self.dims[0] :], made)
+            made = self.adjust(spans, arguments["input"], made)
         results = [self._crop(spans, each) for each in (made if type(made) is tuple else (made,))]
         if type(made) is tuple:
             return tuple(results)
@@ -276,14 +276,18 @@ def _register_pool(name: str, spatial: int, names: str) -> None:
             return None
         whole, value = {**given, "ceil_mode": False, **padding}, 0.0
         adjust: Callable[..., Any] | None = None
+        run = function
         if is_max:
             is_float = input.dtype.is_floating_point
             value = -math.inf if is_float else torch.iinfo(input.dtype).min
             steps = per_dim(given.get("dilation", 1), spatial) or ()
-            adjust = partial(_global_indices, steps) if name.endswith("indices") else None
+            with_indices = name.endswith("indices")
+            if with_indices or any(window.before for window in windows):
+                run = getattr(F, f"max_pool{spatial}d_with_indices")
+                adjust = partial(_greatest, steps, with_indices)
         elif given.get("divisor_override") is None:
             adjust = partial(_mean_of_counted, given)
-        return _Call(function, whole, input, windows, call, value, adjust).with_halos()
+        return _Call(run, whole, input, windows, call, value, adjust).with_halos()
 
 
 def _mean_of_counted(given: Mapping[str, Any], spans: Spans, _: Any, made: Tensor) -> Tensor:
@@ -292,7 +296,7 @@ def _mean_of_counted(given: Mapping[str, Any], spans: Spans, _: Any, made: Tenso
     for dim, (window, start, count) in enumerate(spans, 1 - len(spans)):
         low = [at * window.stride - window.before for at in range(start, start + max(count, 1))]
         least, end = (low[0], window.size + window.before) if counts_padding else (0, window.size)
-        counted = [min(at + window.reach, end) - max(at, least) for at in low]
+        counted = [max(min(at + window.reach, end) - max(at, least), 1) for at in low]
         if set(counted) != {window.reach}:
             kind = torch.float64 if dtype is torch.float64 else torch.float32
             scale = torch.tensor([window.reach / n for n in counted], dtype=kind)
@@ -301,18 +305,30 @@ def _mean_of_counted(given: Mapping[str, Any], spans: Spans, _: Any, made: Tenso
     return made.to(dtype)
 
 
-def _global_indices(
-    steps: Sequence[int], spans: Spans, sizes: Sequence[int], made: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The indices in the whole input, from those in a padded part."""
+def _greatest(
+    steps: Sequence[int],
+    with_indices: bool,
+    spans: Spans,
+    part: Tensor,
+    made: tuple[Tensor, Tensor],
+) -> Any:
+    """The greatest elements and, ``with_indices``, the indices in the whole input.
+
+    Where all elements of a window are -inf torch takes the first, which is no padding.
+    """
     values, index = made
-    result = torch.zeros_like(index)
-    coordinates = zip(torch.unravel_index(index, tuple(sizes)), spans, steps, strict=True)
-    for at, (window, start, count), step in coordinates:
-        at = at + window.needed(start, max(count, 1))[0]
-        at = torch.where(at < 0, at % step, at)  # padding: only -inf is there, and the first counts
-        result = result * window.size + at
-    return values, result
+    sizes, places = part.shape[-len(spans) :], torch.zeros_like(index)
+    whole = places
+    coordinates = torch.unravel_index(index, sizes)
+    for at, (window, start, count), step, size in zip(
+        coordinates, spans, steps, sizes, strict=True
+    ):
+        low = window.needed(start, max(count, 1))[0]
+        at = torch.where(at + low < 0, (at + low) % step, at + low)
+        whole, places = whole * window.size + at, places * size + at - low
+    flat = part.flatten(-len(spans)).gather(-1, places.flatten(-len(spans)))
+    values = flat.view_as(values)
+    return (values, whole) if with_indices else values
 
 
 def _register_adaptive(name: str, spatial: int) -> None:
@@ -331,6 +347,8 @@ def _register_adaptive(name: str, spatial: int) -> None:
         if "avg" in name and set(outs) == {1}:
             return Decomposition(lambda x, *_, **__: x.mean(tuple(dims), keepdim=True))
         kernel = [size // out for size, out in zip(sizes, outs, strict=True)]
+        if "avg" in name and input.dtype not in (torch.float32, torch.float64):
+            return None  # not all plain pools take others
         return Decomposition(lambda x, *_, **__: pool(x, kernel))
 
 
