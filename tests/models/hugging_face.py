@@ -19,23 +19,24 @@ transformers: Any = pytest.importorskip("transformers", reason="it is in the ext
 
 VOCABULARY = 50
 NAMES = ("llama", "gpt2")
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+#: The sizes of models such as Llama.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **_SPECIAL,
+}
 
 
 def build(name: str) -> Any:
     """The model, the same each time; without dropout."""
     torch.manual_seed(0)
     if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            use_cache=False,
-            **_SPECIAL,
-        )
+        config = transformers.LlamaConfig(max_position_embeddings=32, use_cache=False, **SIZES)
         return transformers.LlamaForCausalLM(config)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
@@ -50,9 +51,6 @@ def build(name: str) -> Any:
         **_SPECIAL,
     )
     return transformers.GPT2LMHeadModel(config)
-
-
-_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 class ShardedConv1D(ParallelStyle):

@@ -10,24 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.capture.twins import run_twins, tensors_of
-from tests.models.hugging_face import VOCABULARY, transformers
+from tests.models.hugging_face import SIZES, VOCABULARY, transformers
 from tilework.capture import Program, capture
 from tilework.mesh import init_device_mesh
 from tilework.parallel import fully_shard, parallelize_module
 from tilework.testing import run_ranks
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "head_dim": 4,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_SIZES = {**SIZES, "head_dim": 4, "num_hidden_layers": 1}
 _OF_T5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),

@@ -9,23 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.hugging_face import VOCABULARY, build, transformers
+from tests.models.hugging_face import SIZES, VOCABULARY, build, transformers
 from tests.tables import each
 from tilework.dtensor import Shard, arange, init_device_mesh
 from tilework.parallel import ContextParallel, parallelize_module
 from tilework.testing import run_ranks
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 def model_of(name: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tilework.distributed as dist
-from tests.models.hugging_face import VOCABULARY, transformers
+from tests.models.hugging_face import SIZES, VOCABULARY, transformers
 from tilework.mesh import init_device_mesh
 from tilework.parallel import (
     DistributedDataParallel,
@@ -21,27 +21,16 @@ from tilework.parallel import (
 )
 from tilework.testing import run_ranks
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 EXPERTS = "model.layers.*.mlp.experts"
 
 
 def build(name: str) -> Any:
     torch.manual_seed(0)
     if name == "mixtral":
-        config = transformers.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
     config = transformers.Qwen2MoeConfig(
-        **_SIZES,
+        **SIZES,
         moe_intermediate_size=12,
         shared_expert_intermediate_size=12,
         num_experts=5,

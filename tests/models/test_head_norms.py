@@ -8,28 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.hugging_face import VOCABULARY, plan, transformers
+from tests.models.hugging_face import SIZES, plan, transformers
 from tilework.dtensor import DTensor, init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.testing import run_ranks
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 4,
-    "use_cache": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
 
 def _build(name: str, key_value_heads: int) -> Any:
     torch.manual_seed(0)
-    sizes = SIZES | {"num_key_value_heads": key_value_heads}
+    sizes = SIZES | {"head_dim": 4, "use_cache": False, "num_key_value_heads": key_value_heads}
     if name == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))

@@ -333,18 +333,11 @@ def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[T
 
 def record_message(spec: DTensorSpec, group: ProcessGroup, nbytes: int, back: bool) -> None:
     """Record a message of keys and values, or of their gradients, between ranks of ``group``."""
-    recorder = _recorder()
-    operator, gradient = _cause(recorder)
     mesh = spec.mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    axes = [axis for axis in spec.axes_of(spec.ndim - 2) if mesh.shape[axis] > 1]
+    axes = [names[axis] for axis in spec.axes_of(spec.ndim - 2) if mesh.shape[axis] > 1]
     what = "gradients of keys and values" if back else "keys and values"
-    event = CollectiveEvent(
-        *(operator, "message", tuple([names[axis] for axis in axes]), what),
-        *(f"1 of {group.size()} ranks", nbytes, call_site(), gradient),
-    )
-    for log in recorder.logs:
-        log.events.append(event)
+    _record(_recorder(), "message", tuple(axes), (what, f"1 of {group.size()} ranks"), nbytes)
 
 
 def _cause(recorder: _Recorder) -> tuple[str, bool]:
