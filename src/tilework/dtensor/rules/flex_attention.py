@@ -7,8 +7,7 @@ program's own functions get global indices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,11 +56,8 @@ def _flex_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if 0 in local[0].shape or 0 in local[1].shape:
         results = _nothing(local[0], widths[0])
     else:
-        batch, head = query._spec.local_box.offsets[:2]
         rows, columns = (_indices(each, local[0].device) for each in (part.queries, positions))
-        shown = _GlobalIndices(batch, head, rows, columns)
-        given["score_mod"] = shown.score(given["score_mod"])
-        given["block_mask"] = shown.mask(given["block_mask"])
+        given = _shown(given, query._spec.local_boxes[0].offsets[:2], rows, columns)
         results = func(*local, *[given[name] for name in _NAMES[3:] if name in given])
     return tuple([_wrapped(x, query, width) for x, width in zip(results, widths, strict=True)])
 
@@ -155,54 +151,37 @@ def _indices(ranges: Ranges, device: torch.device) -> Tensor:
 # -- the program's functions -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _GlobalIndices:
-    """The program's functions of global indices, as functions of local indices.
+def _shown(
+    given: dict[str, Any], first: Sequence[int], rows: Tensor, columns: Tensor
+) -> dict[str, Any]:
+    """The arguments with functions of local indices, which call the program's with global ones.
 
     Args:
-        batch: The first batch of this rank.
-        head: The first head.
-        queries: The global index of each local query.
-        keys: The global index of each local key.
+        given: The arguments by name.
+        first: The first batch and head of this rank.
+        rows: The global index of each local query.
+        columns: The global index of each local key.
     """
+    score, whole, (batch, head) = given["score_mod"], given["block_mask"], first
+    function, q_size, k_size = whole[-1], whole[-3], whole[-2]
 
-    batch: int
-    head: int
-    queries: Tensor
-    keys: Tensor
+    def scored(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *more: Any) -> Any:
+        return score(s, b + batch, h + head, rows[q], columns[k], *more)
 
-    def score(self, function: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        """The function that changes scores."""
-        if function is None:
-            return None
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+        row = rows[q.clamp(max=len(rows) - 1)]
+        column = columns[k.clamp(max=len(columns) - 1)]  # a block may be longer than keys
+        return function(b + batch, h + head, row, column)
 
-        def changed(
-            score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *more: Any
-        ) -> Tensor:
-            return function(
-                score, b + self.batch, h + self.head, self.queries[q], self.keys[k], *more
-            )
-
-        return changed
-
-    def mask(self, whole: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The mask of local queries and keys. In each block the program's function decides."""
-        function, q_size, k_size = whole[-1], whole[-3], whole[-2]
-
-        def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            row = self.queries[q.clamp(max=len(self.queries) - 1)]
-            column = self.keys[k.clamp(max=len(self.keys) - 1)]  # a block may be longer than keys
-            result: Tensor = function(b + self.batch, h + self.head, row, column)
-            return result
-
-        rows, blocks = -(-len(self.queries) // q_size), -(-len(self.keys) // k_size)
-        numbers = torch.full((1, 1, rows), blocks, dtype=torch.int32, device=self.keys.device)
-        listed = torch.arange(blocks, dtype=torch.int32, device=self.keys.device)
-        made = BlockMask.from_kv_blocks(
-            numbers,
-            listed.expand(1, 1, rows, blocks).contiguous(),
-            BLOCK_SIZE=(q_size, k_size),
-            mask_mod=allowed,
-            seq_lengths=(len(self.queries), len(self.keys)),
-        )
-        return made.as_tuple()
+    lines, blocks = -(-len(rows) // q_size), -(-len(columns) // k_size)
+    listed = torch.arange(blocks, dtype=torch.int32, device=columns.device)
+    # In each block the program's function decides.
+    made = BlockMask.from_kv_blocks(
+        torch.full((1, 1, lines), blocks, dtype=torch.int32, device=columns.device),
+        listed.expand(1, 1, lines, blocks).contiguous(),
+        BLOCK_SIZE=(q_size, k_size),
+        mask_mod=allowed,
+        seq_lengths=(len(rows), len(columns)),
+    )
+    scored_by = None if score is None else scored
+    return {**given, "score_mod": scored_by, "block_mask": made.as_tuple()}
