@@ -498,7 +498,8 @@ def balance_loss(
     Example:
         >>> import torch
         >>> from tilework.dtensor import init_device_mesh
-        >>> from tilework.parallel import ExpertParallel, balance_loss, parallelize_module
+        >>> from tilework.parallel import (
+        ...     ExpertParallel, balance_loss, expert_report, parallelize_module)
         >>> from tilework.testing import run_ranks
         >>> def program(rank):
         ...     module = torch.nn.Module()
@@ -507,9 +508,9 @@ def balance_loss(
         ...     parallelize_module(module, init_device_mesh("cpu", (2,)), ExpertParallel())
         ...     weights = torch.full((3, 1), 0.5, requires_grad=True)
         ...     out = module(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), weights)
-        ...     return balance_loss(module).item()
-        >>> run_ranks(2, program)[0]  # all rows to one of two experts, with weight 0.5
-        1.0
+        ...     return balance_loss(module).item(), expert_report(module).layers[0].rows
+        >>> run_ranks(2, program)[0]  # all rows to the first of two experts, with weight 0.5
+        (1.0, (6, 0))
     """
     found, numbers, weights, lengths = _experts_in(model), [], [], []
     if router_logits is not None and len(router_logits) != len(found):
@@ -626,26 +627,13 @@ class ExpertReport(Shown):
 def expert_report(model: nn.Module) -> ExpertReport:
     """The rows by expert and rank in the last forward of each module of experts. Local.
 
+    The example of :func:`balance_loss` shows a call.
+
     Args:
         model: A model with modules of :class:`ExpertParallel`.
 
     Raises:
         ValueError: There is none, or no forward was made.
-
-    Example:
-        >>> import torch
-        >>> from tilework.dtensor import init_device_mesh
-        >>> from tilework.parallel import ExpertParallel, expert_report, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     module = torch.nn.Module()
-        ...     module.scale = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
-        ...     module.forward = lambda rows, ids, w: rows * module.scale[ids[:, 0]] * w
-        ...     parallelize_module(module, init_device_mesh("cpu", (2,)), ExpertParallel())
-        ...     module(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
-        ...     return expert_report(module).layers[0].rows
-        >>> run_ranks(2, program)[0]
-        (6, 0)
     """
     loads = []
     for name, experts in _experts_in(model):
