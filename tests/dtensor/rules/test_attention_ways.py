@@ -27,10 +27,7 @@ from tilework.dtensor import (
     manual_seed,
 )
 from tilework.dtensor.debug.causes import EventLog
-from tilework.dtensor.internal import layout_of
-from tilework.dtensor.rules.attention_blocks import KeyPattern
 from tilework.dtensor.rules.attention_ways import Way
-from tilework.dtensor.rules.ring_attention import AttentionPart, Holders
 from tilework.layout import Placement
 from tilework.testing import run_ranks
 
@@ -157,7 +154,8 @@ def test_bfloat16_is_no_worse_than_one_process(way: str, heads: tuple[int, int])
         Case,
         way=st.sampled_from(["auto", "gather", "ring", "heads"]),
         ranks=st.sampled_from([(1,), (2,), (3,), (4,)]),
-        placements=st.just(CUT),
+        placements=st.sampled_from([CUT, (Shard(2, turns=2),)]),
+        keeps_layout=st.just(False),
         length=st.integers(1, 40),
         heads=st.sampled_from([(4, 4), (4, 2), (8, 2), (6, 1), (5, 5)]),
         mask=st.sampled_from(["none", "causal", "bool", "float"]),
@@ -168,34 +166,6 @@ def test_bfloat16_is_no_worse_than_one_process(way: str, heads: tuple[int, int])
 @settings(max_examples=15, deadline=None)
 def test_any_program(case: Case) -> None:
     check(case)
-
-
-def test_ranks_hold_several_ranges() -> None:
-    """As if blocks of the sequence were dealt to ranks forth and back."""
-    q, k, v, grad = Case(length=8).tensors()
-    held = (((0, 2), (6, 8)), ((2, 4), (4, 6)))
-    plain = [x.clone().requires_grad_() for x in (q, k, v)]
-    want = sdpa(*plain, is_causal=True)
-    torch.autograd.backward((want * grad).sum())
-
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        specs = [layout_of(distribute_tensor(x, mesh, CUT)) for x in (q, k)]
-        group, rows = mesh.get_group(), [i for r in held[rank] for i in range(*r)]
-        needed = (((0, 8),), ((0, 6),))
-        holders = Holders(rank, held, needed)
-        part = AttentionPart(
-            holders, held[rank], KeyPattern(right=0), 8**-0.5, group, (specs[0], specs[1])
-        )
-        mine = [x[:, :, rows].clone().requires_grad_() for x in (q, k, v)]
-        out, _ = part.attend(mine[0], mine[1], mine[2], None)
-        torch.autograd.backward((out * grad[:, :, rows]).sum())
-        torch.testing.assert_close(out, want[:, :, rows])
-        for x, other in zip(mine, plain, strict=True):
-            assert other.grad is not None
-            torch.testing.assert_close(x.grad, other.grad[:, :, rows])
-
-    run_ranks(2, program)
 
 
 # -- bytes -----------------------------------------------------------------------------------
