@@ -182,16 +182,9 @@ def wide(x: Tensor) -> Tensor:
 class Block:
     """A block of queries and keys: of shape (batch, heads, length, depth), with as many heads.
 
-    Args:
-        query: The queries.
-        key: The keys.
-        value: The values.
-        causal: True if query i attends to keys 0 to i of the block only.
-        mask: Added to scores; None: nothing.
-        kept: The factor of each weight, as dropout draws it; None: all are 1.
-        scale: The factor of scores.
-        flash: True if torch's kernel serves; else a matrix of weights is made.
-        shift: Taken from the masked scores of each query, without ``flash``; None: nothing.
+    If ``causal`` query i attends to keys 0 to i of the block only. ``mask`` is added to scores,
+    ``kept`` multiplies weights. ``flash``: torch's kernel serves; else a matrix of weights is made,
+    and ``shift`` taken from the masked scores of each query.
     """
 
     query: Tensor

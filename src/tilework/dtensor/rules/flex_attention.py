@@ -156,11 +156,7 @@ def _shown(
 ) -> dict[str, Any]:
     """The arguments with functions of local indices, which call the program's with global ones.
 
-    Args:
-        given: The arguments by name.
-        first: The first batch and head of this rank.
-        rows: The global index of each local query.
-        columns: The global index of each local key.
+    Those are, here, the ``first`` batch and head, the ``rows`` of queries, the ``columns`` of keys.
     """
     score, whole, (batch, head) = given["score_mod"], given["block_mask"], first
     function, q_size, k_size = whole[-1], whole[-3], whole[-2]

@@ -48,13 +48,9 @@ _PRECISE = 64
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights, drawn by their global index.
+    """Dropout of attention weights, drawn by their global index; all of shape ``shape``.
 
-    Args:
-        p: The probability of 0.
-        key: The key of the draw.
-        shape: The global shape of the weights.
-        first: The global index of this rank's first weight, without the last two dims.
+    ``first`` is the index of this rank's first weight, without the last two dims.
     """
 
     p: float
@@ -153,14 +149,9 @@ class AttentionPart:
     ) -> tuple[Tensor, Tensor]:
         """The result for local tensors of any number of leading dims. Collective over the group.
 
-        Beside it, the logarithm of each query's sum of weights, which has no gradient.
-
-        Args:
-            query: This rank's queries.
-            key: The keys that this rank holds.
-            value: The values that this rank holds.
-            mask: The rows of this rank's queries, for all keys: False where a query does not attend
-                to a key, or added to scores.
+        Beside it, the logarithm of each query's sum of weights, which has no gradient. ``mask`` has
+        the rows of this rank's queries, for all keys: False where a query does not attend to a key,
+        or added to scores.
         """
         query, key, value = self.cast(query, key, value)
         shape, shift = query.shape, None

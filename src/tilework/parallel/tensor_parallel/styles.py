@@ -479,25 +479,6 @@ class PrepareModuleInputOutput(_WithoutParameters):
     """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with their arguments.
 
     ``use_local_input`` is the ``use_local_output`` of the former.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.layout import Replicate, Shard
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import PrepareModuleInputOutput, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     whole_within = PrepareModuleInputOutput(
-        ...         input_layouts=Shard(0),
-        ...         desired_input_layouts=Replicate(),
-        ...         output_layouts=Replicate(),
-        ...         desired_output_layouts=Shard(0),
-        ...     )
-        ...     return parallelize_module(nn.Tanh(), mesh, whole_within)(torch.ones(6, 3)).shape
-        >>> run_ranks(2, program)[0]
-        torch.Size([6, 3])
     """
 
     def __init__(
