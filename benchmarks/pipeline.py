@@ -35,15 +35,20 @@ from tilework.mesh import init_device_mesh
 from tilework.parallel import Schedule, pipeline
 from tilework.testing import run_ranks
 
-WIDTH, ROWS, WARM_UP = 64, 2, 2
+WIDTH, ROWS, WARM_UP = 64, 2, 3
 _LIMIT = timedelta(minutes=10)
 GLOO, PLUGIN, OWN = "torch on Gloo", "torch on tilework", "tilework"
-WAYS = {GLOO: "gloo", PLUGIN: "tilework", OWN: None}
+PYTHON, INDUCTOR = "captured", "captured by Inductor"
+#: By way, torch's backend; None: tilework's own pipeline.
+WAYS = {GLOO: "gloo", PLUGIN: "tilework", OWN: None, PYTHON: None, INDUCTOR: None}
+CAPTURE: dict[str, Any] = {OWN: None, PYTHON: "python", INDUCTOR: "inductor"}
 #: The maker of each schedule here, torch's class, and the stages of a rank.
 KINDS: dict[str, tuple[Callable[[int, int], Schedule], str, int]] = {
     "gpipe": (Schedule.gpipe, "ScheduleGPipe", 1),
     "1F1B": (Schedule.one_forward_one_backward, "Schedule1F1B", 1),
     "interleaved": (Schedule.interleaved, "ScheduleInterleaved1F1B", 2),
+    "zero bubble": (Schedule.zero_bubble, "ScheduleInterleavedZeroBubble", 1),
+    "ZB-V": (Schedule.v, "ScheduleZBVZeroBubble", 2),
 }
 
 
@@ -93,28 +98,33 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def own_step(kind: str, model: nn.Sequential, microbatches: int) -> Callable[[], object]:
+def own_step(
+    kind: str, model: nn.Sequential, microbatches: int, capture: Any
+) -> Callable[[], object]:
     """A step of tilework's pipeline."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
-    stages = pipeline(model, mesh, schedule=KINDS[kind][0](ranks, microbatches))
+    plan = KINDS[kind][0](ranks, microbatches)
+    stages = pipeline(model, mesh, schedule=plan, capture=capture)
     x = torch.ones(ROWS * microbatches, WIDTH)
     return lambda: stages.step(x, target=x, loss=square)
 
 
 def torch_step(kind: str, model: nn.Sequential, microbatches: int) -> Callable[[], object]:
     """A step of torch's pipeline."""
-    _, name, several = KINDS[kind]
+    make, name, several = KINDS[kind]
     rank, ranks = torch_dist.get_rank(), torch_dist.get_world_size()
+    home = make(ranks, microbatches).home
     stages = [
         PipelineStage(model[index], index, len(model), torch.device("cpu"))
-        for index in range(rank, several * ranks, ranks)
+        for index in range(several * ranks)
+        if home[index] == rank
     ]
-    one_or_all: Any = stages if several > 1 else stages[0]
+    one_or_all: Any = stages if several > 1 or kind == "zero bubble" else stages[0]
     schedule = getattr(schedules, name)(one_or_all, microbatches, loss_fn=square)
     x = torch.ones(ROWS * microbatches, WIDTH)
     arguments = [x] if rank == 0 else []
-    targets = {"target": x} if stages[-1].is_last else {}
+    targets = {"target": x} if any(each.is_last for each in stages) else {}
     return lambda: schedule.step(*arguments, **targets)
 
 
@@ -132,15 +142,25 @@ def turn(library: Any, step: Callable[[], object], steps: int) -> float:
     return spent.item()
 
 
+def is_measured(kind: str, way: str, sleep: float) -> bool:
+    """True for ways that exist: a program does not sleep, and a backward in two is captured."""
+    return not (sleep and way in (PYTHON, INDUCTOR)) and not (
+        way == OWN and kind in ("zero bubble", "ZB-V")
+    )
+
+
 def measure(rank: int, folder: str, options: argparse.Namespace) -> Times:
     """By kind of schedule and way: milliseconds of each turn, on one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("LOCAL_RANK", str(rank))
     found: Times = {}
     for at, kind, (way, backend) in itertools.product(range(options.turns), KINDS, WAYS.items()):
+        if not is_measured(kind, way, options.sleep):
+            continue
         model = model_of(KINDS[kind][2] * options.ranks, options.sleep / 1000)
         if backend is None:
-            taken = turn(dist, own_step(kind, model, options.microbatches), options.steps)
+            step = own_step(kind, model, options.microbatches, CAPTURE[way])
+            taken = turn(dist, step, options.steps)
         else:
             where = f"file://{folder}/{at}-{kind}-{way}".replace(" ", "-")
             torch_dist.init_process_group(
@@ -166,9 +186,11 @@ def show(found: Times, options: argparse.Namespace) -> Chart:
         table.add_column(head, justify="right" if head else "left")
     for kind, (make, *_) in KINDS.items():
         plan = make(options.ranks, options.microbatches)
-        ms = {way: statistics.median(found[kind, way]) for way in WAYS}
+        ms = {way: statistics.median(found[kind, way]) for way in WAYS if (kind, way) in found}
         cells = [
-            f"{ms[way] / (plan.duration * options.sleep):.3f}"
+            ""
+            if way not in ms
+            else f"{ms[way] / (plan.duration * options.sleep):.3f}"
             if sleeps
             else f"{ms[way]:.2f} ({ms[way] / ms[GLOO]:.2f})"
             for way in WAYS
@@ -186,10 +208,11 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=4.0, help="milliseconds of a forward")
     parser.add_argument("--steps", type=int, default=4, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="leave out the stages that sleep")
     add_plot_option(parser)
     options = parser.parse_args()
     charts = []
-    for sleep in (options.sleep, 0.0):
+    for sleep in (0.0,) if options.small else (options.sleep, 0.0):
         options.sleep = sleep
         with tempfile.TemporaryDirectory() as folder:
             ranks = options.ranks

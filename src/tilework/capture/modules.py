@@ -123,12 +123,14 @@ class CompiledFunction:
             except HasGraphError:  # recorded again, as a parameter that was frozen trains
                 self._is_step = False
         leaves, key = key_of_call(args, kwargs)
-        for passes in self._passes.get(key, ()):
+        known = self._passes.get(key, [])
+        for at, passes in enumerate(known):
             inputs = passes.forward.inputs_of(leaves)
             if inputs is None:
                 continue
+            known.insert(0, known.pop(at))  # as the next call is probably of this kind, too
             if self._ranks.decide(Way.RUN) is not Way.RUN:  # another rank has no record
-                self._passes[key].remove(passes)
+                known.remove(passes)
                 return self._record(key, leaves, args, kwargs)
             result, call = passes.run(inputs, leaves)
             if result is not NOT_CURRENT:
@@ -282,6 +284,8 @@ class _Needing:
     def without(self, grads: Sequence[Any], made: Sequence[Any], at: Sequence[int]) -> list[Any]:
         """Gradients, without those of tensors that no result with a gradient leads to."""
         given = {i for i, grad in enumerate(grads) if grad is not None}
+        if len(given) == len(grads):
+            return list(made)
         pairs = zip(at, made, strict=True)
         return [None if given.isdisjoint(self.outs[i] or given) else x for i, x in pairs]
 
@@ -348,6 +352,13 @@ class _Passes:
             for name, each, conditions, old in zip(names, graphs, held, known, strict=False)
         ]
         self.forward = self.parts[0]
+        outside = {each.value.memory for each in inputs}
+        if any(not outside.isdisjoint(each.writes) for each in after):
+            raise CaptureError(
+                f"the backward pass of {joint.name} writes to a tensor from outside, as the "
+                f"recomputing of a BatchNorm writes to the buffers: recording runs backward once "
+                f"more. Recompute other modules, or leave the function uncompiled"
+            )
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
             raise CaptureError(
                 f"{joint.name} returns one of its arguments or parameters, which a compiled "

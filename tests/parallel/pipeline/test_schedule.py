@@ -68,7 +68,7 @@ def test_zero_bubble_has_the_bubble_and_memory_of_theory(p: int, m: int) -> None
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_v_is_at_least_as_good_as_torchs(p: int, m: int) -> None:
     plan = Schedule.v(p, m)
-    theirs = Schedule.from_torch(_of_torch("ScheduleZBVZeroBubble", p, m, 2))
+    theirs = Schedule.from_torch(of_torch("ScheduleZBVZeroBubble", p, m, 2))
     assert plan.home == theirs.home
     assert plan.bubble <= theirs.bubble
     assert plan.duration <= theirs.duration
@@ -77,7 +77,7 @@ def test_v_is_at_least_as_good_as_torchs(p: int, m: int) -> None:
         assert plan.bubble == 0
 
 
-def _of_torch(name: str, p: int, m: int, v: int) -> object:
+def of_torch(name: str, p: int, m: int, v: int) -> object:
     """A schedule of torch, which takes more from stages only when it runs."""
     stages = [
         SimpleNamespace(
@@ -158,7 +158,7 @@ def test_a_limit_below_the_stages_of_a_rank_is_refused() -> None:
     ],
 )
 def test_torchs_schedules_are_read(name: str, v: int, tmp_path: Path) -> None:
-    theirs = _of_torch(name, 2, 4, v)
+    theirs = of_torch(name, 2, 4, v)
     order = theirs.pipeline_order  # type: ignore[attr-defined]
     plan = Schedule.from_torch(theirs)
     assert (plan.ranks, plan.stages, plan.microbatches) == (2, 2 * v, 4)
@@ -168,7 +168,7 @@ def test_torchs_schedules_are_read(name: str, v: int, tmp_path: Path) -> None:
 
 
 def test_torchs_tables_with_messages_and_gathers_are_read() -> None:
-    theirs = _of_torch("ScheduleInterleaved1F1B", 2, 4, 2)
+    theirs = of_torch("ScheduleInterleaved1F1B", 2, 4, 2)
     plan = Schedule.from_torch(theirs.pipeline_order_with_comms)  # type: ignore[attr-defined]
     kinds = {action.kind for row in plan.actions for action in row}
     assert kinds == {"gather", "free", "reduce", "forward", "backward"}
@@ -177,7 +177,7 @@ def test_torchs_tables_with_messages_and_gathers_are_read() -> None:
 
 def test_torchs_own_table_of_1f1b_is_illegal() -> None:
     with pytest.raises(ValueError, match="forward of microbatch 4 in stage 0 is missing"):
-        Schedule.from_torch(_of_torch("Schedule1F1B", 2, 4, 1))
+        Schedule.from_torch(of_torch("Schedule1F1B", 2, 4, 1))
 
 
 def test_sharding_gathers_ahead_and_reduces_once() -> None:

@@ -33,7 +33,7 @@ one_f_one_b = Schedule.one_forward_one_backward
 TENSOR_PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 
 
-def _full(tensor: Any) -> Tensor:
+def full(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach()
 
@@ -86,7 +86,7 @@ def test_wrapped_stages_train_as_one_process(kinds: str, plan: Schedule) -> None
             stages.step(x, target=target, loss=F.mse_loss)
             clip_grad_norm_(stages.parameters(), 0.3)
             optimizer.step()
-        return {name: _full(p) for name, p in stages.named_parameters()}
+        return {name: full(p) for name, p in stages.named_parameters()}
 
     got = together(run_ranks(2 ** len(names), program))
     torch.testing.assert_close(got, expected(), rtol=1e-4, atol=1e-5)

@@ -121,7 +121,7 @@ class StepRecord:
             except LookupError:
                 now = LookupError
             if now is not value and key_of_constant(now) != key_of_constant(value):
-                self._changed = f"{place.text} was {value!r} and is {now!r}"
+                self._changed = f"{place.text} was {_shown(value)} and is {_shown(now)}"
                 is_float = isinstance(value, float) and type(now) is type(value)
                 self.varies = place if is_float else None
                 return False
@@ -308,6 +308,10 @@ class StepRecord:
             return self._index[leaf.number]
         numbers = [each for each in self.graph.result if isinstance(each, Number)]
         return len(self._kept) + next(i for i, each in enumerate(numbers) if each is leaf)
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
 def _written(graph: Graph, instructions: Sequence[Instruction]) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,17 @@ from tilework.parallel.pipeline.stage import Route
 def stage_forward(
     module: Callable[..., Any], stage: int, route: Route, trains: bool
 ) -> Callable[..., Any]:
-    """The function from values, arguments and keyword arguments to the stage's values or result.
+    """The function from values, and the model's arguments, to the stage's values or result.
 
     Values are compared with the route; they get the route's dtype where that loses nothing, as
     after a policy of mixed precision.
     """
+    known = ref(route)  # ghosts are no state of the function
+    count = len(route.cuts[stage - 1]) if stage else 0
 
-    def forward(values: Any, args: Any, kwargs: Any) -> Any:
-        made = module((route, *values), *args, **kwargs)
+    def forward(*given: Any, **kwargs: Any) -> Any:
+        route: Any = known()
+        made = module((route, *given[:count]), *given[count:], **kwargs)
         if stage == len(route.cuts):
             return made
         return tuple(
@@ -71,7 +75,9 @@ class CapturedStages:
         #: By stage, and identity of module and route: the program, and the module's call by it.
         self._programs: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
-    def run(self, part: nn.Module, stage: int, route: Route, given: Any) -> tuple[Any, Any]:
+    def run(
+        self, part: nn.Module, stage: int, route: Route, given: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Any]:
         """The result of a stage; and the call, if a program with a cut backward pass ran."""
         inner: Any = part.module if isinstance(part, DistributedDataParallel) else part
         key = stage, id(inner), id(route)
@@ -79,11 +85,11 @@ class CapturedStages:
             self._programs[key] = self._captured(inner, stage, route)
         program, as_module = self._programs[key]
         if inner is part:
-            return program(*given), program.last
-        values, args, kwargs = given
+            return program(*given, **kwargs), program.last
+        count = len(route.cuts[stage - 1]) if stage else 0
         before, inner._compiled_call_impl = inner._compiled_call_impl, as_module
         try:
-            return part((route, *values), *args, **kwargs), program.last
+            return part((route, *given[:count]), *given[count:], **kwargs), program.last
         finally:
             inner._compiled_call_impl = before
 
@@ -96,4 +102,4 @@ class CapturedStages:
         forward = stage_forward(inner._call_impl, stage, route, trains=True)
         forward.__name__ = f"stage_{stage}"
         program = late_name("parallel", "CompiledFunction")(forward, self._backend, self._cuts)
-        return program, lambda received, *args, **kwargs: program(received[1:], args, kwargs)
+        return program, lambda received, *args, **kwargs: program(*received[1:], *args, **kwargs)

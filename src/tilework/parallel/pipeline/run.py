@@ -115,6 +115,11 @@ class Execution:
         self._last = {action.stage: action.microbatch for action in ends}
         self._gathers = {s.action.stage for s in self.steps if s.action.kind == "gather"}
         self._reduces = {s.action.stage for s in self.steps if s.action.kind == "reduce"}
+        #: By stage, what fully_shard has sharded.
+        self._sharded = {
+            stage: [each for each in part.modules() if isinstance(each, FSDPModule)]
+            for stage, part in self.parts.items()
+        }
 
     def run(self) -> None:
         """Do all actions of this rank. Collective; blocks."""
@@ -192,7 +197,7 @@ class Execution:
         if kind == "weights":
             self._weights(action)
         else:
-            self._whole_stage(kind, self.parts[stage])
+            self._whole_stage(kind, stage)
         return None
 
     def _forward(self, action: Action, values: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -201,12 +206,13 @@ class Execution:
         before = mine.route.cuts[stage - 1] if stage else ()
         for value, crossing in zip(values, before, strict=True):
             value.requires_grad_(crossing.has_gradient and self.trains)
-        given = values, mine.args, mine.kwargs
+        given = *values, *mine.args
         with self._without_sync(part, stage, number):
             if self.trains and self.captured is not None:
-                made, call = self.captured.run(part, stage, mine.route, given)
+                made, call = self.captured.run(part, stage, mine.route, given, mine.kwargs)
             else:
-                made, call = stage_forward(part, stage, mine.route, self.trains)(*given), None
+                forward = stage_forward(part, stage, mine.route, self.trains)
+                made, call = forward(*given, **mine.kwargs), None
         kept = _Kept(values, made, call)
         is_last = stage + 1 == self.schedule.stages
         if is_last:
@@ -292,18 +298,16 @@ class Execution:
         is_last = self._last[stage] == number
         if isinstance(part, DistributedDataParallel):
             part.reducer.accumulating = not is_last
-        for each in part.modules():
-            if isinstance(each, FSDPModule):
-                reduces = is_last and stage not in self._reduces
-                each.set_requires_gradient_sync(reduces, recurse=False)
-                each.set_is_last_backward(is_last)
-                if stage in self._gathers:
-                    each.set_reshard_after_forward(False, recurse=False)
-                    each.set_reshard_after_backward(False, recurse=False)
+        for each in self._sharded[stage]:
+            each.set_requires_gradient_sync(is_last and stage not in self._reduces, recurse=False)
+            each.set_is_last_backward(is_last)
+            if stage in self._gathers:
+                each.set_reshard_after_forward(False, recurse=False)
+                each.set_reshard_after_backward(False, recurse=False)
 
-    def _whole_stage(self, kind: str, part: nn.Module) -> None:
+    def _whole_stage(self, kind: str, stage: int) -> None:
         """Gather or free a stage's sharded parameters, or reduce the gradients. Collective."""
-        for each in [x for x in part.modules() if isinstance(x, FSDPModule)]:
+        for each in self._sharded[stage]:
             if kind == "gather":
                 each.set_reshard_after_forward(False, recurse=False)
                 each.set_reshard_after_backward(False, recurse=False)

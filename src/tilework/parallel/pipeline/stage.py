@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,7 @@ class Ghost(Tensor):
     parameter: str
 
     @staticmethod
+    @unrecorded
     def __new__(cls, like: Tensor, made_by: int, origin: str = "", parameter: str = "") -> Ghost:
         shadow = like.detach() if like.is_meta else torch.empty_like(like, device="meta")
         ghost: Ghost = Tensor._make_wrapper_subclass(
@@ -568,18 +570,21 @@ class Gate(nn.Module):
         return getattr(self.unit, name)
 
 
-def set_slots(gate: Gate, unit: nn.Module, name: str, stage: int) -> None:
+def set_slots(gate: Gate, unit: Any, name: str, stage: int) -> None:
     """Set a gate's own attributes, beside the unit's."""
     for key, value in (("unit", unit), ("name", name), ("stage", stage)):
         object.__setattr__(gate, key, value)
 
 
 class Elsewhere(Gate):
-    """Stands for a unit that another stage has: no parameters, and ghosts for results."""
+    """Stands for a unit that another stage has: no parameters, and ghosts for results.
+
+    ``unit`` is a weak reference: the state of captured stages leaves out other stages.
+    """
 
     def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
         nn.Module.__init__(self)
-        set_slots(self, unit, name, stage)
+        set_slots(self, ref(unit), name, stage)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ghosts."""
@@ -590,6 +595,9 @@ class Elsewhere(Gate):
                 f"Stages.step() or Stages.evaluate()"
             )
         return walk.call(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unit(), name)
 
     def extra_repr(self) -> str:
         """The stage."""

@@ -477,12 +477,9 @@ class Stages(nn.Module):
         """The loss of the batch, on every rank."""
         values = torch.zeros(2, dtype=self._dtype, device=self._device)
         if run.losses:
-            pairs = zip(run.losses.values(), run.microbatches, strict=True)
-            total = sum(
-                (each.reshape(()) * mine.weight for each, mine in pairs),
-                start=torch.zeros(()),
-            )
-            values[0] = total
+            pairs = enumerate(run.microbatches)
+            weighted = (run.losses[number].reshape(()) * mine.weight for number, mine in pairs)
+            values[0] = sum(weighted, start=torch.zeros(()))
             if checks and run.loss is not None:
                 values[1] = _whole_loss(run, target, values[0])
         broadcast(values, group=self._group, group_src=self._last_rank)
