@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -63,17 +63,22 @@ def _checked(value: Tensor, stage: int, crossing: Any, trains: bool) -> Tensor:
 
 
 class CapturedStages:
-    """Runs forwards of a rank's stages as programs.
-
-    Args:
-        backend: "python" or "inductor", as for ``capture``.
-        cuts: True if schedules cut backward in two.
-    """
+    """Runs forwards of a rank's stages as programs, whose backward may be cut in two."""
 
     def __init__(self, backend: str, cuts: bool) -> None:
         self._backend, self._cuts = backend, cuts
         #: By stage, and identity of module and route: the program, and the module's call by it.
         self._programs: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+
+    def check(self, parts: Mapping[int, nn.Module]) -> None:
+        """Refuse stages that gather and reduce parameters, which each program would do. Local."""
+        for stage, part in parts.items():
+            if any(isinstance(each, FSDPModule) for each in part.modules()):
+                raise ValueError(
+                    f"stage {stage} is captured, and fully_shard has sharded it: each program "
+                    f"would gather and reduce. Leave out capture= of pipeline(), or capture the "
+                    f"whole step"
+                )
 
     def run(
         self, part: nn.Module, stage: int, route: Route, given: Sequence[Any], kwargs: Any
@@ -94,11 +99,6 @@ class CapturedStages:
             inner._compiled_call_impl = before
 
     def _captured(self, inner: nn.Module, stage: int, route: Route) -> tuple[Any, Any]:
-        if any(isinstance(each, FSDPModule) for each in inner.modules()):
-            raise ValueError(
-                f"stage {stage} is captured, and fully_shard has sharded it: each program would "
-                f"gather and reduce. Leave out capture= of pipeline(), or capture the whole step"
-            )
         forward = stage_forward(inner._call_impl, stage, route, trains=True)
         forward.__name__ = f"stage_{stage}"
         program = late_name("parallel", "CompiledFunction")(forward, self._backend, self._cuts)

@@ -16,20 +16,15 @@ Key = Callable[[int, int], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Rules:
-    """Limits that ranks keep to, and the order among actions that are ready.
+    """Limits that ranks keep to, and the order among actions that are ready."""
 
-    Attributes:
-        live: For each stage: the most live activations of the rank after a forward of the stage.
-        flight: For each stage: the most microbatches that are forward, but not yet backward.
-        split: True to cut backward in two halves.
-        phased: True if backwards of a rank start after all of the rank's forwards.
-        forward_key: The order among forwards of a rank's stages; by default the last stage first.
-        backward_key: The order among backwards; by default by microbatches.
-    """
-
+    #: For each stage: the most live activations of the rank after a forward of the stage.
     live: Sequence[int]
+    #: For each stage: the most microbatches that are forward, but not yet backward.
     flight: Sequence[int]
+    #: True to cut backward in two halves.
     split: bool = False
+    #: True if backwards of a rank start after all of the rank's forwards.
     phased: bool = False
     forward_key: Key = lambda microbatch, place: (-place, microbatch)
     backward_key: Key = lambda microbatch, place: (microbatch, -place)
@@ -51,12 +46,6 @@ def list_orders(
     """Orders of actions that are worth comparing: one at least, if a microbatch fits the limits.
 
     Orders for equal costs are among them: where costs differ, these may be better.
-
-    Args:
-        home: The rank of each stage.
-        microbatches: The number of microbatches.
-        rules: What ranks keep to.
-        costs: What each stage costs.
     """
     equal = (StageCost(),) * len(home)
     runs = product(rules.urgencies, dict.fromkeys((tuple(costs), equal)))
@@ -73,14 +62,9 @@ def list_orders(
 
 
 class _Scheduler:
-    """Makes an order of actions in simulated time.
+    """Makes an order of actions in simulated time, the most urgent kinds first.
 
-    Args:
-        home: The rank of each stage.
-        microbatches: The number of microbatches.
-        rules: What ranks keep to.
-        urgency: The kinds, the most urgent first. After a rank's last forward, "weights" come last.
-        costs: What each stage costs.
+    After a rank's last forward, "weights" come last.
     """
 
     def __init__(

@@ -35,14 +35,11 @@ _MOST = 4
 
 
 class Timing(NamedTuple):
-    """The times of actions if messages take no time.
+    """The times of actions if messages take no time."""
 
-    Attributes:
-        starts: For each rank, when each of the rank's actions starts.
-        ends: When each action ends; actions are in an order that fits all needs.
-    """
-
+    #: For each rank, when each of the rank's actions starts.
     starts: tuple[tuple[float, ...], ...]
+    #: When each action ends; actions are in an order that fits all needs.
     ends: dict[Action, float]
 
 
@@ -57,13 +54,7 @@ class _Wait(NamedTuple):
 
 
 def needs(action: Action, orders_have: Mapping[Action, int], stages: int) -> Iterator[Action]:
-    """The actions whose values ``action`` needs.
-
-    Args:
-        action: Any action.
-        orders_have: The actions of the schedule, which say whether a backward is cut in two.
-        stages: The number of stages.
-    """
+    """The actions whose values ``action`` needs, of those that all orders have."""
     kind, stage, microbatch = action
     if kind == "forward" and stage:
         yield Action("forward", stage - 1, microbatch)
@@ -127,22 +118,15 @@ def _check_place(action: Action, rank: int, home: Sequence[int], microbatches: i
 
 def _wrong(stage: int, microbatch: int, found: Mapping[Action, int]) -> Iterator[str]:
     """The actions of a microbatch in a stage that are missing, or there in two ways, in words."""
-    forward, backward, first, second = (
+    forward, backward, *halves = (
         Action(kind, stage, microbatch)
         for kind in ("forward", "backward", "input_gradient", "weights")
     )
-    if forward not in found:
-        yield f"{forward.words} is missing"
-    if backward in found:
-        for half in (first, second):
-            if half in found:
-                yield f"{half.words} is there beside backward"
-    elif first not in found and second not in found:
-        yield f"{backward.words} is missing"
-    else:
-        for half in (first, second):
-            if half not in found:
-                yield f"{half.words} is missing"
+    is_whole = backward in found or found.keys().isdisjoint(halves)
+    wanted = (forward, backward) if is_whole else (forward, *halves)
+    yield from (f"{action.words} is missing" for action in wanted if action not in found)
+    if is_whole:
+        yield from (f"{half.words} is there beside backward" for half in halves if half in found)
 
 
 def check_whole_stages(orders: Orders) -> None:
@@ -227,13 +211,7 @@ def _told(waits: Sequence[_Wait]) -> str:
 def messages(
     orders: Orders, home: Sequence[int], ends: Mapping[Action, float]
 ) -> tuple[StageMessage, ...]:
-    """All messages between ranks, in the order in which they are made.
-
-    Args:
-        orders: The actions of each rank.
-        home: The rank of each stage.
-        ends: When each action ends, in an order that fits all needs.
-    """
+    """All messages between ranks, in the order in which they are made."""
     have = {action: rank for rank, actions in enumerate(orders) for action in actions}
     #: By action: the place in an order that is by time, and fits the needs where times are equal.
     place = {action: n for n, action in enumerate(sorted(ends, key=lambda each: ends[each]))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,56 +12,45 @@ from tilework.parallel.pipeline.stage import Ghost, Route
 
 
 def check_results(
-    part: Any, whole: Any, rows: int, all_rows: int, is_weighted: bool, is_single: bool
+    results: Mapping[int, Any],
+    routes: Sequence[Route],
+    whole: Any,
+    rows: Sequence[int],
+    is_weighted: bool,
 ) -> None:
-    """Refuse a result that cannot be joined. Local; the same on all ranks.
-
-    Args:
-        part: A microbatch's result, on ghosts.
-        whole: The result of the whole batch, on ghosts.
-        rows: The rows of the microbatch.
-        all_rows: The rows of the batch.
-        is_weighted: True if the caller said how numbers are weighted.
-        is_single: True if the microbatch is the whole batch.
-
-    Raises:
-        ValueError: A value of the result is neither a tensor of rows, nor a weighted number.
-    """
-    known, own = _named(whole), _named(part)
-    for name in {**own, **known}:
-        value, expected = own.get(name), known.get(name)
-        if isinstance(value, Tensor) and isinstance(expected, Tensor):
-            shape = (all_rows, *value.shape[1:]) if value.dim() else ()
-            is_row = tuple(expected.shape) == shape and value.shape[:1] == (rows,)
-            is_number = not value.dim() and value.is_floating_point() and is_weighted
-            if is_single or is_row or (is_number and not expected.dim()):
-                continue
-        elif value is None and expected is None:
-            continue
-        raise ValueError(
-            f"evaluate() gives tensors whose dim 0 has the rows of the inputs, alone or in a "
-            f"tuple, list, dict or Hugging Face's output, and result{name} is {_text(value)} for "
-            f"{rows} rows, {_text(expected)} for all {all_rows}: pass loss=, ask "
-            f"for another of the results (in Hugging Face's models use_cache=False, no hidden "
-            f"states, no attentions), or, for a loss that the model computes, pass weight="
-        )
+    """Refuse results of microbatches that cannot be joined to ``whole``, a ghost. Local."""
+    known = _named(whole)
+    for number, part in results.items():
+        check_made(part, routes[number])
+        own = _named(part)
+        for name in {**own, **known}:
+            value, expected = own.get(name), known.get(name)
+            if not _joins(value, expected, rows, number, is_weighted):
+                raise ValueError(
+                    f"evaluate() gives tensors whose dim 0 has the rows of the inputs, alone or in "
+                    f"a tuple, list, dict or Hugging Face's output, and result{name} is "
+                    f"{_text(value)} for {rows[number]} rows, {_text(expected)} for all "
+                    f"{sum(rows)}: pass loss=, ask for another of the results (in Hugging Face's "
+                    f"models use_cache=False, no hidden states, no attentions), or, for a loss "
+                    f"that the model computes, pass weight="
+                )
 
 
-def check_made(result: Any, route: Route, *, exactly: bool) -> None:
-    """Refuse a result of the last stage that is another than on ghosts. Local.
+def _joins(value: Any, whole: Any, rows: Sequence[int], number: int, is_weighted: bool) -> bool:
+    if not (isinstance(value, Tensor) and isinstance(whole, Tensor)):
+        return value is whole is None or (len(rows) == 1 and type(value) is type(whole))
+    is_same = value.dtype == whole.dtype and tuple(value.shape[1:]) == tuple(whole.shape[1:])
+    if len(rows) == 1 or not value.dim():
+        is_number = value.is_floating_point() and is_weighted
+        return is_same and value.shape == whole.shape and (len(rows) == 1 or is_number)
+    return is_same and (value.shape[0], whole.shape[:1]) == (rows[number], (sum(rows),))
 
-    Args:
-        result: What the last stage made of a microbatch.
-        route: The microbatch's route.
-        exactly: True to compare shapes and dtypes, too.
 
-    Raises:
-        ValueError: Values are missing, are of other stages, or have other shapes.
-    """
+def check_made(result: Any, route: Route) -> None:
+    """Refuse a result of the last stage that lacks values, or has other stages'. Local."""
     expected, spec = tree_flatten(route.result)
     leaves, own = tree_flatten(result)
-    differs = exactly and [*map(_kind, leaves)] != [*map(_kind, expected)]
-    if own != spec or differs or any(isinstance(leaf, Ghost) for leaf in leaves):
+    if own != spec or any(isinstance(leaf, Ghost) for leaf in leaves):
         raise ValueError(
             f"the model's result has {_texts(expected)}, and the last stage made "
             f"{_texts(leaves)}: values that hooks or caches collect in the modules of other "
@@ -77,10 +67,6 @@ def _named(result: Any) -> dict[str, Any]:
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, tuple | list | dict) and not value
-
-
-def _kind(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
 
 
 def _text(value: Any) -> str:

@@ -35,67 +35,45 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of a microbatch.
-
-    Attributes:
-        args: The model's arguments.
-        kwargs: The model's arguments by name.
-        target: The target.
-        weight: The factor of the microbatch's loss in the loss of the batch.
-        route: What crosses the cuts.
-    """
+    """The inputs of a microbatch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any
+    #: The factor of the microbatch's loss in the loss of the batch.
     weight: float
     route: Route
 
 
 @dataclass
 class _Kept:
-    """Values that a forward keeps for backward.
-
-    Attributes:
-        received: The values from the stage before.
-        sent: The values for the next stage; of the last stage, the loss.
-        call: The captured call, if the backward pass is cut.
-        results: Of the last stage, the results of such a call, each with the leaf that the loss
-            took instead.
-        ends: After "input_gradient": where backward starts for "weights", with gradients.
-    """
+    """Values that a forward keeps for backward."""
 
     received: tuple[Tensor, ...]
+    #: The values for the next stage; of the last stage, the loss.
     sent: tuple[Tensor, ...]
+    #: The captured call, if the backward pass is cut.
     call: Any = None
+    #: Of the last stage, the results of such a call, each with the leaf that the loss took instead.
     results: Sequence[tuple[Tensor, Tensor]] = ()
+    #: The tensors at which backward starts, with gradients.
     ends: Sequence[tuple[Tensor, Tensor | None]] = ()
 
 
 @dataclass
 class Execution:
-    """A step or an evaluation on this rank.
-
-    Attributes:
-        schedule: The schedule.
-        group: The ranks of the pipeline.
-        device: The device of values.
-        parts: By stage, this rank's modules.
-        microbatches: The microbatches.
-        loss: The loss of a microbatch; None: results are kept instead.
-        trains: True to run backward.
-        scaler: Scales losses before backward.
-        captured: Runs stages as programs; None: as they are.
-    """
+    """A step or an evaluation on this rank."""
 
     schedule: Schedule
     group: ProcessGroup
     device: torch.device
     parts: Mapping[int, nn.Module]
     microbatches: Sequence[Microbatch]
+    #: The loss of a microbatch; None: results are kept instead.
     loss: Loss | None
     trains: bool
     scaler: Scaler | None = None
+    #: Runs stages as programs; None: as they are.
     captured: CapturedStages | None = None
     #: By microbatch, on the rank of the last stage.
     results: dict[int, Any] = field(default_factory=dict)
@@ -229,7 +207,7 @@ class Execution:
         if self.loss is None:
             self.results[number] = result
             return ()
-        check_made(result, mine.route, exactly=False)
+        check_made(result, mine.route)
         if mine.weight:
             loss = self.loss(result, *(() if mine.target is None else (mine.target,)))
         else:

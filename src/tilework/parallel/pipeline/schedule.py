@@ -36,6 +36,9 @@ class Schedule:
     take messages early (threads, shm, Gloo, MPI) nor those whose sends wait for their receives
     (NCCL), if ranks post receives as :meth:`steps` says.
 
+    Makers take the numbers of ranks, of microbatches and of each rank's stages, and ``costs``: for
+    each stage the times of forward, input gradient and weights, in any unit.
+
     Attributes:
         home: The rank of each stage.
         microbatches: The number of microbatches.
@@ -78,14 +81,7 @@ class Schedule:
     def gpipe(
         cls, ranks: int, microbatches: int, *, stages_per_rank: int = 1, costs: Costs = ()
     ) -> Schedule:
-        """All forwards of a rank come before all backwards. Stage s is on rank ``s % ranks``.
-
-        Args:
-            ranks: The number of ranks.
-            microbatches: The number of microbatches.
-            stages_per_rank: The number of stages of each rank.
-            costs: The times that the actions of each stage take, in any unit.
-        """
+        """All forwards of a rank come before all backwards. Stage s is on rank ``s % ranks``."""
         home = _loop(ranks, stages_per_rank)
         _check_count(microbatches=microbatches)
         everything = [microbatches * stages_per_rank] * len(home)
@@ -97,10 +93,7 @@ class Schedule:
     ) -> Schedule:
         """Backwards come early, so that rank r has at most ``ranks - r`` live activations (1F1B).
 
-        Args:
-            ranks: The number of ranks, each of which has a stage.
-            microbatches: The number of microbatches.
-            costs: As for :meth:`gpipe`.
+        Each rank has a stage.
         """
         home = _loop(ranks, 1)
         limits = range(ranks, 0, -1)
@@ -114,12 +107,6 @@ class Schedule:
 
         The more stages, the smaller the bubble. Microbatches pass the stages of a rank in rounds of
         ``ranks``, or a few more so that rounds are equal.
-
-        Args:
-            ranks: The number of ranks.
-            microbatches: The number of microbatches.
-            stages_per_rank: The number of stages of each rank.
-            costs: As for :meth:`gpipe`.
         """
         home = _loop(ranks, stages_per_rank)
         _check_count(microbatches=microbatches)
@@ -145,12 +132,8 @@ class Schedule:
     ) -> Schedule:
         """1F1B whose backward is cut in two: gradients of weights fill the gaps.
 
-        Args:
-            ranks: The number of ranks, each of which has a stage.
-            microbatches: The number of microbatches.
-            variant: "H1" has at most ``ranks`` live activations on a rank; "H2" has at most
-                ``2 * ranks - 1``, and no bubble if there are as many microbatches.
-            costs: As for :meth:`gpipe`.
+        "H1" has at most ``ranks`` live activations on a rank; "H2" has at most ``2 * ranks - 1``,
+        and no bubble if there are as many microbatches.
         """
         if variant not in ("H1", "H2"):
             raise ValueError(f'variant: got {variant!r}; expected "H1" or "H2"')
@@ -166,11 +149,6 @@ class Schedule:
         Rank r has stages r and ``2 * ranks - 1 - r``: the loss is where the input is. A rank has
         at most ``2 * ranks`` live activations, and there is no bubble if there are as many
         microbatches.
-
-        Args:
-            ranks: The number of ranks.
-            microbatches: The number of microbatches.
-            costs: As for :meth:`gpipe`.
         """
         home = [*_loop(ranks, 1), *reversed(range(ranks))]
         rules = Rules([2 * ranks] * len(home), range(len(home), 0, -1), split=True)
@@ -191,7 +169,7 @@ class Schedule:
         Args:
             home: The rank of each stage: a loop, a V, or any other.
             microbatches: The number of microbatches.
-            costs: The times of each stage: forward, gradient of the input, gradients of weights.
+            costs: The times of each stage.
             live: The most live activations of a rank, or of each rank. By default as many as 1F1B
                 would have.
             split: True to cut backward in two.
@@ -222,12 +200,7 @@ class Schedule:
     def of_actions(
         cls, actions: Sequence[Iterable[Action | tuple[Kind, int, int]]], *, costs: Costs = ()
     ) -> Schedule:
-        """The schedule of an order from elsewhere, if the order is legal.
-
-        Args:
-            actions: For each rank the actions in order; they say which rank a stage is on.
-            costs: As for :meth:`gpipe`.
-        """
+        """The schedule of an order from elsewhere, if legal: each rank's actions, in order."""
         if isinstance(actions, str) or not isinstance(actions, Sequence):
             kind = type(actions).__name__
             raise ValueError(f"actions: got {kind}; expected a sequence of actions for each rank")
@@ -254,7 +227,7 @@ class Schedule:
         Args:
             order: A schedule of torch (anything with a ``pipeline_order``); the mapping from rank
                 to actions in it; or the path of a file of such actions as comma-separated values.
-            costs: As for :meth:`gpipe`.
+            costs: As for other makers.
 
         Raises:
             ValueError: The order is illegal. torch's own table of ``Schedule1F1B`` is, since torch
@@ -395,11 +368,7 @@ class Schedule:
         return self._svg()
 
     def timeline(self, path: str | Path) -> None:
-        """Write a picture of the schedule as SVG: ranks x time.
-
-        Args:
-            path: The file, which is overwritten.
-        """
+        """Write a picture of the schedule, ranks x time, as SVG to a file."""
         Path(path).write_text(self._svg())
 
     def _svg(self, inherits: bool = False) -> str:

@@ -23,18 +23,14 @@ HowToSplit = Sequence[str] | str | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Split:
-    """A model's units and the stages that have them.
-
-    Attributes:
-        stages: The number of stages.
-        containers: The names of modules whose forward every stage runs.
-        units: By name, in the order of the model, the stage of each unit that is in a stage.
-        own: By full name, the stage of each parameter that a container has itself.
-    """
+    """A model's units and the stages that have them."""
 
     stages: int
+    #: The names of modules whose forward every stage runs.
     containers: frozenset[str]
+    #: By name, in the order of the model, the stage of each unit that is in a stage.
     units: Mapping[str, int]
+    #: By full name, the stage of each parameter that a container has itself.
     own: Mapping[str, int]
 
     def __str__(self) -> str:
@@ -46,32 +42,17 @@ class Split:
 
 @dataclass(frozen=True)
 class CallOrder:
-    """The order in which a forward calls units, and uses what containers have.
-
-    Attributes:
-        units: The units, in the order of their first calls.
-        own: By full name of a container's parameter, the number of calls before the first use.
-    """
+    """The order in which a forward calls units, and uses what containers have."""
 
     units: Sequence[str] = ()
+    #: By full name of a container's parameter, the number of calls before the first use.
     own: Mapping[str, int] = field(default_factory=dict)
 
 
 def names_of_cuts(
     model: nn.Module, how: HowToSplit, stages: int, times: Callable[[], Mapping[str, float]]
 ) -> list[str]:
-    """The modules before which a model is cut. Local, if ``times`` is.
-
-    Args:
-        model: The whole model.
-        how: The names; "even" or "by time": equally many, or equally slow, items of the largest
-            chain; or a plan of a chain, by module name.
-        stages: The number of stages.
-        times: Measures the items of the largest chain; called for "by time".
-
-    Raises:
-        ValueError: A name is unknown, or there are not as many parts as stages.
-    """
+    """The modules before which a model is cut; ``times`` measures the largest chain's items."""
     modules = dict(model.named_modules())
     if how == "by time":
         cuts = _by_time(times(), stages)
@@ -98,17 +79,7 @@ def names_of_cuts(
 
 
 def split_model(model: nn.Module, cuts: Sequence[str], order: CallOrder | None = None) -> Split:
-    """Deal a model's units out to stages. Local.
-
-    Args:
-        model: The whole model.
-        cuts: The names of modules before which the model is cut.
-        order: The order of calls; None: the order in which modules are listed.
-
-    Raises:
-        ValueError: A name splits nothing, two names split at one place, or one module is on both
-            sides of a cut.
-    """
+    """Deal a model's units out to stages, in the order of calls, else as listed. Local."""
     containers = _containers(model, cuts)
     walked = list(_walk(model, containers))
     listed = [n for n, m in walked if n not in containers and (n in cuts or _has_state(m))]
@@ -193,11 +164,7 @@ def _ancestors(name: str) -> list[str]:
 
 
 def chain_of(model: nn.Module, how: Any = "even") -> list[str]:
-    """The names of a chain's items: of the largest ModuleList or Sequential, or of a plan.
-
-    Raises:
-        ValueError: The model has no chain, or lacks a module that the plan names.
-    """
+    """The names of a chain's items: of the largest ModuleList or Sequential, or of a plan."""
     named = dict(model.named_modules())
     if isinstance(how, Mapping):
         starts = {"", f"{getattr(model, 'base_model_prefix', '')}."}
@@ -305,52 +272,30 @@ def shallow(module: nn.Module) -> Any:
     return copied
 
 
-def copied_tree(
-    model: nn.Module,
-    containers: frozenset[str],
-    unit: Callable[[str, nn.Module], nn.Module],
-    own: Callable[[str, nn.Parameter], Tensor | None],
+def copied(
+    module: nn.Module,
+    tensor: Callable[[str, Tensor], Tensor | None],
+    unit: Callable[[str, nn.Module], nn.Module | None] = lambda name, module: None,
+    name: str = "",
+    known: dict[int, Any] | None = None,
 ) -> Any:
-    """A model of copied containers, with other units and other parameters of containers.
+    """A deep copy of a module with other parameters and buffers.
 
-    Args:
-        model: The model.
-        containers: The names of the modules to copy.
-        unit: Gives the module to have in the place of a unit.
-        own: Gives the parameter to have in the place of a container's parameter.
+    Where ``unit`` gives a module, the copy has that one. ``known`` has copies by identity.
     """
-    known: dict[int, Any] = {}
-
-    def tree(name: str, module: nn.Module) -> Any:
-        if name not in containers:
-            return unit(name, module)
-        if id(module) not in known:
-            copied = known[id(module)] = shallow(module)
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    copied._parameters[key] = own(f"{name}.{key}".lstrip("."), parameter)
-            for key, child in module._modules.items():
-                if child is not None:
-                    copied._modules[key] = tree(f"{name}.{key}".lstrip("."), child)
-        return known[id(module)]
-
-    return tree("", model)
-
-
-def copied_with(
-    module: nn.Module, tensor: Callable[[str, Tensor], Tensor], name: str, known: dict[int, Any]
-) -> Any:
-    """A deep copy of a module with other parameters and buffers."""
-    if id(module) not in known:
-        copied = known[id(module)] = shallow(module)
-        for tensors in (copied._parameters, copied._buffers):
+    known = {} if known is None else known
+    found = unit(name, module)
+    if found is None and (found := known.get(id(module))) is None:
+        found = known[id(module)] = shallow(module)
+        for tensors in (found._parameters, found._buffers):
             for key, value in tensors.items():
                 if value is not None:
                     tensors[key] = tensor(f"{name}.{key}".lstrip("."), value)
         for key, child in module._modules.items():
             if child is not None:
-                copied._modules[key] = copied_with(child, tensor, f"{name}.{key}", known)
-    return known[id(module)]
+                path = f"{name}.{key}".lstrip(".")
+                found._modules[key] = copied(child, tensor, unit, path, known)
+    return found
 
 
 def tied_names(model: nn.Module, split: Split) -> dict[str, list[str]]:

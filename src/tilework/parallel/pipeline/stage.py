@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
-from tilework.parallel.pipeline.split import CallOrder, Split, copied_tree, copied_with, stage_of
+from tilework.parallel.pipeline.split import CallOrder, Split, copied, stage_of
 from tilework.show import bytes_text
 from tilework.tiled.rules import call_on_meta
 
@@ -37,20 +37,12 @@ _TRIED_OUT: Final = "a stage sees only the shapes of values from other stages"
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that crosses cuts.
-
-    Attributes:
-        key: The name of the value.
-        shape: The shape.
-        dtype: The dtype.
-        has_gradient: True if a gradient comes back.
-        made_by: The stage that makes the value.
-        text: The value for a person.
-    """
+    """A value that crosses cuts."""
 
     key: Key
     shape: tuple[int, ...]
     dtype: torch.dtype
+    #: True if a gradient comes back.
     has_gradient: bool
     made_by: int
     text: str
@@ -77,19 +69,13 @@ class Call:
 
 @dataclass
 class Route:
-    """A forward on ghosts, from which stages know what crosses each cut.
-
-    Attributes:
-        calls: The calls of units, in order.
-        cuts: For each cut, the values that cross it.
-        arguments: For each stage, by leaf of the first call's arguments, the values there.
-        local: For each stage, the arguments of the first call that are computed in every stage.
-        result: The model's result on ghosts.
-    """
+    """A forward on ghosts, from which stages know what crosses each cut."""
 
     calls: list[Call] = field(default_factory=list)
     cuts: list[tuple[Crossing, ...]] = field(default_factory=list)
+    #: For each stage, by leaf of the first call's arguments, the values there.
     arguments: list[dict[int, Key]] = field(default_factory=list)
+    #: For each stage, the arguments of the first call that are computed in every stage.
     local: list[list[str]] = field(default_factory=list)
     result: Any = None
 
@@ -231,12 +217,7 @@ _current: Final = _Current()
 
 
 class Walk:
-    """A run of a model's forward.
-
-    Args:
-        split: The split.
-        device: The device of values.
-    """
+    """A run of a model's forward, with values on a device."""
 
     #: True to note where values come from.
     notes = False
@@ -362,12 +343,7 @@ class GhostWalk(Walk):
         return spec.unflatten(leaves)
 
     def finish(self, result: Any, trained: Sequence[bool]) -> Route:
-        """The route, after the forward.
-
-        Args:
-            result: The model's result.
-            trained: For each stage, True if a parameter there or in a stage before is trained.
-        """
+        """The route, after the forward; ``trained`` as in ``Twin``."""
         last = self.split.stages - 1
         if self.position < last:
             raise RuntimeError(f"the forward ran no module of stage {self.position + 1}")
@@ -432,15 +408,7 @@ def _as_ghost(value: Any, stage: int) -> Any:
 
 
 class StageWalk(Walk):
-    """A forward of a stage.
-
-    Args:
-        split: The split.
-        device: The device of values.
-        stage: The stage.
-        route: The route that inputs of this structure take.
-        received: The values that cross the cut before the stage.
-    """
+    """A forward of a stage, for inputs with a route, and the values that cross the cut before."""
 
     def __init__(
         self,
@@ -612,9 +580,7 @@ class StageModule(nn.Module):
     def forward(self, received: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """The values that cross the next cut, or the model's result in the last stage.
 
-        Args:
-            received: The route, and the values that cross the cut before.
-            args: The model's arguments, and ``kwargs``.
+        ``received`` has the route, and the values that cross the cut before.
         """
         split, stage, device = self._stage
         walk = StageWalk(split, device, stage, received[0], received[1:])
@@ -664,14 +630,16 @@ def make_part(
     Units are the model's own modules; containers are copies. Names are the model's.
     """
 
-    def unit(name: str, module: nn.Module) -> nn.Module:
+    def unit(name: str, module: nn.Module) -> nn.Module | None:
         of = split.units.get(name, stage)
+        if name in split.containers:
+            return None
         return module if of == stage else Elsewhere(twin.units[name], name, of)
 
-    def own(name: str, parameter: nn.Parameter) -> Tensor | None:
-        return parameter if split.own[name] == stage else None
+    def own(name: str, tensor: Tensor) -> Tensor | None:
+        return tensor if split.own.get(name, stage) == stage else None
 
-    part: Any = copied_tree(model, split.containers, unit, own)
+    part: Any = copied(model, own, unit)
     for name, of in split.own.items():
         if of != stage:
             path, _, key = name.rpartition(".")
@@ -685,13 +653,7 @@ def make_part(
 
 
 class Twin:
-    """The whole model on ghosts, which finds the routes of inputs.
-
-    Args:
-        model: The whole model.
-        split: The split.
-        device: The device of values.
-    """
+    """The whole model on ghosts, which finds the routes of inputs."""
 
     def __init__(self, model: nn.Module, split: Split, device: torch.device) -> None:
         self._split, self._device = split, device
@@ -701,23 +663,22 @@ class Twin:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             stage = stage_of(name, split)
             trained[stage] = trained[stage] or parameter.requires_grad
+        #: For each stage, True if a parameter there or in a stage before is trained.
         self.trained = [any(trained[: stage + 1]) for stage in range(split.stages)]
 
-        def unit(name: str, module: nn.Module) -> nn.Module:
-            of = split.units.get(name)
-            if of is None:
-                return copied_with(module, lambda _, x: x.clone(), name, known)  # type: ignore[no-any-return]
-            self.units[name] = copied_with(module, partial(_ghost_of, of), name, {})
+        def unit(name: str, module: nn.Module) -> nn.Module | None:
+            if name not in split.units:
+                return None
+            of = split.units[name]
+            ghost = partial(_ghost_of, of)
+            self.units[name] = copied(module, ghost, name=name)
             return Gate(self.units[name], name, of)
 
-        def own(name: str, parameter: nn.Parameter) -> Tensor:
-            return Ghost(parameter, split.own[name], parameter=name)
+        def own(name: str, tensor: Tensor) -> Tensor:
+            of = split.own.get(name)
+            return tensor.clone() if of is None else Ghost(tensor, of, parameter=name)
 
-        known: dict[int, Any] = {}
-        self._model: nn.Module = copied_tree(model, split.containers, unit, own)
-        for name in split.containers:
-            buffers = self._model.get_submodule(name)._buffers
-            buffers |= {key: None if x is None else x.clone() for key, x in buffers.items()}
+        self._model: nn.Module = copied(model, own, unit)
         self._routes: dict[Any, Route] = {}
 
     def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallOrder:

@@ -22,7 +22,7 @@ from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
 from tilework.parallel.pipeline.captured import CapturedStages
-from tilework.parallel.pipeline.results import check_made, check_results
+from tilework.parallel.pipeline.results import check_results
 from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Scaler
 from tilework.parallel.pipeline.schedule import Schedule
 from tilework.parallel.pipeline.split import (
@@ -373,11 +373,10 @@ class Stages(nn.Module):
             ValueError: As for :meth:`step`; or the result has something else.
         """
         with torch.no_grad():
-            if loss is None:
-                self._check_result((inputs, kwargs), target, is_weighted=weight is not None)
+            whole = None if loss else self._twin.route(inputs, kwargs, self.training).result
             run = self._run((inputs, kwargs), target, loss, weight or "rows", None, trains=False)
             if loss is None:
-                return self._result_of(run)
+                return self._result_of(run, whole, is_weighted=weight is not None)
             self._evaluations += 1
             return self._loss_of(run, target, weight is None and is_due(self._evaluations))
 
@@ -430,6 +429,8 @@ class Stages(nn.Module):
             batches.append(Microbatch(args, kwargs, part, factor, route))
         modules = self.modules_of_stages
         parts = dict(zip(modules, self.parts, strict=True))
+        if self.captured is not None and trains:
+            self.captured.check(parts)
         run = Execution(
             self.schedule,
             self._group,
@@ -492,29 +493,15 @@ class Stages(nn.Module):
             )
         return values[0]
 
-    def _check_result(self, given: Any, target: Any, *, is_weighted: bool) -> None:
-        """Refuse results that microbatches do not make together as the whole batch does."""
-        cut = self._cut(given, target, trains=False)
-        whole = self._twin.route(given[0], given[1], self.training).result
-        for each, _ in cut:
-            part = self._twin.route(each[0], each[1], self.training).result
-            check_results(part, whole, rows_of(each), rows_of(given), is_weighted, len(cut) == 1)
-
-    def _result_of(self, run: Execution) -> Any:
+    def _result_of(self, run: Execution, whole: Any, *, is_weighted: bool) -> Any:
         """The model's results of all microbatches together, on every rank."""
-
-        def check() -> None:
-            for number, made in run.results.items():
-                check_made(made, run.microbatches[number].route, exactly=True)
-
-        agree(check, self._group)
-        parts = []
-        for number, mine in enumerate(run.microbatches):
-            expected, spec = tree_flatten(mine.route.result)
-            made = tree_flatten(run.results[number])[0] if run.results else expected
-            leaves = [self._shared(x, e) for x, e in zip(made, expected, strict=True)]
-            parts.append(tree_unflatten(leaves, spec))
-        return _joined(parts, [mine.weight for mine in run.microbatches])
+        rows = [rows_of((each.args, each.kwargs)) for each in run.microbatches]
+        routes = [each.route for each in run.microbatches]
+        agree(lambda: check_results(run.results, routes, whole, rows, is_weighted), self._group)
+        expected, spec = tree_flatten(whole)
+        made = tree_flatten(_together(run))[0] if run.results else expected
+        pairs = zip(made, expected, strict=True)
+        return tree_unflatten([self._shared(*each) for each in pairs], spec)
 
     def _shared(self, value: Any, expected: Any) -> Any:
         if not isinstance(expected, Tensor):
@@ -608,11 +595,7 @@ def _own_loss(result: Any, *_: Any) -> Tensor:
 
 
 def rows_of(values: Any) -> int:
-    """The rows of a batch, or of a microbatch.
-
-    Raises:
-        ValueError: Tensors have different numbers of rows, or there is none.
-    """
+    """The rows of a batch, or of a microbatch."""
     leaves = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
     rows = {each.shape[0] if each.dim() else -1 for each in leaves}
     if len(rows) != 1 or -1 in rows:
@@ -652,15 +635,15 @@ def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
     """The loss of the whole batch, if it is not the microbatches' together; else 0."""
     assert run.loss is not None
     with torch.no_grad():
-        parts = [run.results[number] for number in range(len(run.microbatches))]
-        results = _joined(parts, [mine.weight for mine in run.microbatches])
-        whole = run.loss(results, *(() if target is None else (target,)))
+        whole = run.loss(_together(run), *(() if target is None else (target,)))
     close = 64 * torch.finfo(whole.dtype).eps
     return 0.0 if torch.allclose(whole, total, rtol=close, atol=close) else float(whole)
 
 
-def _joined(parts: Sequence[Any], weights: Sequence[float]) -> Any:
+def _together(run: Execution) -> Any:
     """The results of microbatches: tensors with rows one after the other, weighted numbers."""
+    parts = [run.results[number] for number in range(len(run.microbatches))]
+    weights = [mine.weight for mine in run.microbatches]
     if len(parts) == 1:
         return parts[0]
 
