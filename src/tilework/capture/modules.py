@@ -302,6 +302,11 @@ def _leaves_behind(out: Tensor) -> set[int]:
     return found
 
 
+def _position(leaf: Any, part: StepRecord) -> int | None:
+    value = value_in(leaf)
+    return None if value is None else part.index_of(value)
+
+
 def _part(
     name: str, graph: Graph, held: ProgramConditions, known: StepRecord | None, ranks: VotingRanks
 ) -> StepRecord:
@@ -333,7 +338,11 @@ class _Passes:
         grads = graph.result[len(needs_grad) :]
         #: The values and numbers among the results.
         self._computed = [x for leaf in self._leaves if (x := _computed(leaf)) is not None]
-        self._outs = [leaf for leaf, needs in zip(self._leaves, needs_grad, strict=True) if needs]
+        outs = [
+            value_in(leaf) for leaf, needs in zip(self._leaves, needs_grad, strict=True) if needs
+        ]
+        #: For each result of the forward program, True if it requires a gradient.
+        self.flags = [x in outs for x in self._computed]
         border = next(i for i, x in enumerate(graph.instructions) if x.function is BOUNDARY)
         before, after = graph.instructions[:border], graph.instructions[border + 1 :]
         of_outs = [x for x in graph.inputs if _is_grad(x, needing.count)]
@@ -352,6 +361,11 @@ class _Passes:
             for name, each, conditions, old in zip(names, graphs, held, known, strict=False)
         ]
         self.forward = self.parts[0]
+        #: The positions of results and of saved values among what the forward program returns, and
+        #: of gradients and values among what each backward program returns; None: no tensor.
+        self._at = [
+            [self.forward.index_of(x) for x in found] for found in (self._computed, self._saved)
+        ] + [[_position(leaf, part) for leaf in part.graph.result] for part in self.parts[1:]]
         outside = {each.value.memory for each in inputs}
         if any(not outside.isdisjoint(each.writes) for each in after):
             raise CaptureError(
@@ -359,7 +373,7 @@ class _Passes:
                 f"recomputing of a BatchNorm writes to the buffers: recording runs backward once "
                 f"more. Recompute other modules, or leave the function uncompiled"
             )
-        if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
+        if any(each.value in outs for each in inputs):
             raise CaptureError(
                 f"{joint.name} returns one of its arguments or parameters, which a compiled "
                 f"function cannot do: return a copy (clone())"
@@ -376,8 +390,7 @@ class _Passes:
         if computed is None:
             return NOT_CURRENT, None
         made = _Apply.apply(self, *computed, *needed)  # type: ignore[no-untyped-call]
-        index = map(self.forward.index_of, self._computed)
-        kept: Any = dict(zip(index, made, strict=True))
+        kept: Any = dict(zip(self._at[0], made, strict=True))
         results = [self.forward.built(leaf, kept) for leaf in self._leaves]
         node = next(x.grad_fn for x in made if isinstance(x, Tensor) and x.requires_grad)
         return tree_unflatten(results, self._tree), CutCall(node, needed)
@@ -389,8 +402,7 @@ class _Passes:
             return None
         for place, leaf in self.forward.graph.places:
             place.set(self.forward.built(leaf, kept))
-        index = self.forward.index_of
-        return [kept[index(x)] for x in self._computed], [kept[index(x)] for x in self._saved]
+        return [kept[i] for i in self._at[0]], [kept[i] for i in self._at[1]]
 
     def run_first(self, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the first backward program: gradients, and values for the second program."""
@@ -401,20 +413,13 @@ class _Passes:
     def run_part(self, number: int, given: Sequence[Any]) -> list[Any]:
         """Run a backward program; return the results: of gradients the local tensors."""
         self._compile(number, given)
-        part = self.parts[number]
-        kept = part.compute(given, [])
-        values = [value_in(leaf) for leaf in part.graph.result]
-        return [None if x is None else kept[part.index_of(x)] for x in values]
+        kept = self.parts[number].compute(given, [])
+        return [None if i is None else kept[i] for i in self._at[number + 1]]
 
     def _compile(self, number: int, inputs: Sequence[Any]) -> None:
         part = self.parts[number]
         if self.backend == "inductor" and not part.was_compiled and part.graph.instructions:
             part.compile(inputs)
-
-    def differentiable(self) -> list[bool]:
-        """For each result of the forward program, True if it requires a gradient."""
-        outs = {id(value_in(leaf)) for leaf in self._outs}
-        return [id(found) in outs for found in self._computed]
 
 
 class _Apply(torch.autograd.Function):
@@ -424,7 +429,7 @@ class _Apply(torch.autograd.Function):
     def forward(
         ctx: Any, passes: _Passes, results: list[Any], saved: list[Any], *needed: Tensor
     ) -> Any:
-        flags = passes.differentiable()
+        flags = passes.flags
         others = [x for x, flag in zip(results, flags, strict=True) if not flag]
         ctx.mark_non_differentiable(*[x for x in others if isinstance(x, Tensor)])
         ctx.set_materialize_grads(False)

@@ -150,8 +150,8 @@ def _number(name: str) -> Callable[..., Any]:
 def _shared(name: str) -> Callable[..., Any]:
     original: Any = getattr(Tensor, name)
 
-    def make(*args: Any) -> Any:
-        result = original(*args)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         recorder: Any = current_recorder()
         if recorder is not None:
             recorder.share(result, next(each for each in args if isinstance(each, Tensor)))
