@@ -60,6 +60,21 @@ class _Kept:
     ends: Sequence[tuple[Tensor, Tensor | None]] = ()
 
 
+@dataclass(frozen=True)
+class Options:
+    """How microbatches run."""
+
+    #: The loss of a microbatch; None: without.
+    loss: Loss | None
+    #: True to run backward.
+    trains: bool
+    scaler: Scaler | None = None
+    #: Runs stages as programs; None: as they are.
+    captured: CapturedStages | None = None
+    #: True to keep results.
+    keeps: bool = False
+
+
 @dataclass
 class Execution:
     """A step or an evaluation on this rank."""
@@ -69,12 +84,7 @@ class Execution:
     device: torch.device
     parts: Mapping[int, nn.Module]
     microbatches: Sequence[Microbatch]
-    #: The loss of a microbatch; None: results are kept instead.
-    loss: Loss | None
-    trains: bool
-    scaler: Scaler | None = None
-    #: Runs stages as programs; None: as they are.
-    captured: CapturedStages | None = None
+    options: Options
     #: By microbatch, on the rank of the last stage.
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -103,7 +113,7 @@ class Execution:
         """Do all actions of this rank. Collective; blocks."""
         with ExitStack() as around:
             for part in self.parts.values():
-                if self.trains and isinstance(part, DistributedDataParallel):
+                if self.options.trains and isinstance(part, DistributedDataParallel):
                     around.enter_context(part.buffers_sent())
             self._run()
 
@@ -128,7 +138,7 @@ class Execution:
     def _runs(self, action: Action) -> bool:
         if action.microbatch >= len(self.microbatches):  # a short batch, without backward
             return False
-        return self.trains or action.kind in ("forward", "gather", "free")
+        return self.options.trains or action.kind in ("forward", "gather", "free")
 
     # -- messages ------------------------------------------------------------------------
 
@@ -183,39 +193,40 @@ class Execution:
         mine, part = self.microbatches[number], self.parts[stage]
         before = mine.route.cuts[stage - 1] if stage else ()
         for value, crossing in zip(values, before, strict=True):
-            value.requires_grad_(crossing.has_gradient and self.trains)
+            value.requires_grad_(crossing.has_gradient and self.options.trains)
         given = *values, *mine.args
         with self._without_sync(part, stage, number):
-            if self.trains and self.captured is not None:
-                made, call = self.captured.run(part, stage, mine.route, given, mine.kwargs)
+            if self.options.trains and self.options.captured is not None:
+                made, call = self.options.captured.run(part, stage, mine.route, given, mine.kwargs)
             else:
-                forward = stage_forward(part, stage, mine.route, self.trains)
+                forward = stage_forward(part, stage, mine.route, self.options.trains)
                 made, call = forward(*given, **mine.kwargs), None
         kept = _Kept(values, made, call)
         is_last = stage + 1 == self.schedule.stages
         if is_last:
             if call is not None:
                 made, kept.results = _cut_off(made)
-            kept.sent = self._end(number, made)
-        if self.trains:
+            kept.sent = (self._end(number, made),)
+        if self.options.trains:
             self._kept[stage, number] = kept
         return None if is_last else tuple(each.detach() for each in made)
 
-    def _end(self, number: int, result: Any) -> tuple[Tensor, ...]:
-        """The loss of a microbatch, or nothing."""
+    def _end(self, number: int, result: Any) -> Tensor:
+        """The loss of a microbatch, or zero."""
         mine = self.microbatches[number]
-        if self.loss is None:
-            self.results[number] = result
-            return ()
+        if self.options.keeps:
+            self.results[number] = tree_map(_detached, result)
+        if self.options.loss is None:
+            return torch.zeros(())
         check_made(result, mine.route)
         if mine.weight:
-            loss = self.loss(result, *(() if mine.target is None else (mine.target,)))
+            loss = self.options.loss(result, *(() if mine.target is None else (mine.target,)))
         else:
             loss = _zero_of(result)
-        self.results[number] = result
         self.losses[number] = loss.detach()
         weighted = loss if mine.weight == 1 else loss * mine.weight
-        return (weighted if self.scaler is None else self.scaler.scale(weighted),)
+        scaler = self.options.scaler
+        return weighted if scaler is None else scaler.scale(weighted)
 
     def _backward(self, action: Action, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         kind, stage, number = action
@@ -320,6 +331,10 @@ def _cut_off(result: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
         return leaf if isinstance(x, DTensor) else Writable.apply(leaf)  # type: ignore[no-untyped-call]
 
     return tree_map(own, result), pairs
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _zero_of(result: Any) -> Tensor:

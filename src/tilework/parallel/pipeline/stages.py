@@ -23,7 +23,7 @@ from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
 from tilework.parallel.pipeline.captured import CapturedStages
 from tilework.parallel.pipeline.results import check_results
-from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Scaler
+from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Options, Scaler
 from tilework.parallel.pipeline.schedule import Schedule
 from tilework.parallel.pipeline.split import (
     HowToSplit,
@@ -219,14 +219,14 @@ class Stages(nn.Module):
         self._steps = self._evaluations = 0
         #: Runs stages as programs; None: as they are.
         self.captured: CapturedStages | None = None
-        self._routes: dict[int, Route] = {}
+        #: What crosses the cuts, for the first inputs.
+        self._route: Route | None = None
         self._dtypes: dict[Any, torch.dtype] = {}
         if example is not None:
-            self._note(self._twin.route(example[0], example[1], self.training))
+            self._route = self._twin.route(example[0], example[1], self.training)
 
     def __str__(self) -> str:
-        crosses = next(map(str, self._routes.values()), "what crosses: see after the first step")
-        return f"{self.split}\n{crosses}"
+        return f"{self.split}\n{self._route or 'what crosses: see after the first step'}"
 
     # -- as a module ---------------------------------------------------------------------
 
@@ -341,7 +341,9 @@ class Stages(nn.Module):
             )
         ties = self._take_tied_grads()
         try:
-            run = self._run((inputs, kwargs), target, loss or _own_loss, weight or "rows", scaler)
+            checks = weight is None and is_due(self._steps + 1)
+            options = Options(loss or _own_loss, True, scaler, self.captured, keeps=checks)
+            run = self._run((inputs, kwargs), target, weight or "rows", options)
         except BaseException:
             for parameter, before, _ in ties:
                 parameter.grad = before
@@ -351,7 +353,7 @@ class Stages(nn.Module):
             scaler.scale(torch.zeros((), device=self._device))  # makes the scale on every rank
             self._agree_on_overflow()
         self._steps += 1
-        return self._loss_of(run, target, checks=weight is None and is_due(self._steps))
+        return self._loss_of(run, target, checks)
 
     def evaluate(
         self,
@@ -374,11 +376,13 @@ class Stages(nn.Module):
         """
         with torch.no_grad():
             whole = None if loss else self._twin.route(inputs, kwargs, self.training).result
-            run = self._run((inputs, kwargs), target, loss, weight or "rows", None, trains=False)
+            checks = weight is None and is_due(self._evaluations + 1)
+            options = Options(loss, False, keeps=checks or loss is None)
+            run = self._run((inputs, kwargs), target, weight or "rows", options)
             if loss is None:
                 return self._result_of(run, whole, is_weighted=weight is not None)
             self._evaluations += 1
-            return self._loss_of(run, target, weight is None and is_due(self._evaluations))
+            return self._loss_of(run, target, checks)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Text by the model's own ``generate`` (Hugging Face), without a cache, on every rank.
@@ -412,50 +416,24 @@ class Stages(nn.Module):
         finally:
             generator.set_state(state)
 
-    def _run(
-        self,
-        given: Any,
-        target: Any,
-        loss: Loss | None,
-        weight: Weight,
-        scaler: Scaler | None,
-        trains: bool = True,
-    ) -> Execution:
-        cut = self._cut(given, target, trains)
+    def _run(self, given: Any, target: Any, weight: Weight, options: Options) -> Execution:
+        count = self.schedule.microbatches
+        count = count if options.trains else min(count, rows_of((given, target)))
+        cut = _microbatches((given, target), count)
         weights = _weights([t for _, t in cut], [rows_of(each) for each in cut], weight)
         batches = []
         for ((args, kwargs), part), factor in zip(cut, weights, strict=True):
-            route = self._note(self._twin.route(args, kwargs, self.training))
+            route = self._twin.route(args, kwargs, self.training)
             batches.append(Microbatch(args, kwargs, part, factor, route))
-        modules = self.modules_of_stages
-        parts = dict(zip(modules, self.parts, strict=True))
-        if self.captured is not None and trains:
-            self.captured.check(parts)
-        run = Execution(
-            self.schedule,
-            self._group,
-            self._device,
-            parts,
-            batches,
-            loss,
-            trains,
-            scaler,
-            self.captured,
-        )
-        if loss is not None:
-            self._dtype = self._loss_dtype(batches[0], loss)
+        self._route = self._route or batches[0].route
+        parts = dict(zip(self.modules_of_stages, self.parts, strict=True))
+        if options.captured is not None:
+            options.captured.check(parts)
+        if options.loss is not None:
+            self._dtype = self._loss_dtype(batches[0], options.loss)
+        run = Execution(self.schedule, self._group, self._device, parts, batches, options)
         run.run()
         return run
-
-    def _cut(self, given: Any, target: Any, trains: bool) -> list[Any]:
-        """The microbatches; in an evaluation no more than rows."""
-        count = self.schedule.microbatches
-        count = count if trains else min(count, rows_of((given, target)))
-        return _microbatches((given, target), count)
-
-    def _note(self, route: Route) -> Route:
-        self._routes[id(route)] = route
-        return route
 
     def _loss_dtype(self, batch: Microbatch, loss: Loss) -> torch.dtype:
         """The dtype of the loss, which ranks without the loss have to know."""
@@ -470,10 +448,6 @@ class Stages(nn.Module):
 
     # -- results -------------------------------------------------------------------------
 
-    @property
-    def _last_rank(self) -> int:
-        return self.schedule.home[-1]
-
     def _loss_of(self, run: Execution, target: Any, checks: bool = False) -> Tensor:
         """The loss of the batch, on every rank."""
         values = torch.zeros(2, dtype=self._dtype, device=self._device)
@@ -481,9 +455,9 @@ class Stages(nn.Module):
             pairs = enumerate(run.microbatches)
             weighted = (run.losses[number].reshape(()) * mine.weight for number, mine in pairs)
             values[0] = sum(weighted, start=torch.zeros(()))
-            if checks and run.loss is not None:
+            if checks:
                 values[1] = _whole_loss(run, target, values[0])
-        broadcast(values, group=self._group, group_src=self._last_rank)
+        broadcast(values, group=self._group, group_src=self.schedule.home[-1])
         if checks and float(values[1]):
             raise ValueError(
                 f"the loss of the batch is {float(values[1]):.6g}, and the microbatches' losses, "
@@ -499,18 +473,13 @@ class Stages(nn.Module):
         routes = [each.route for each in run.microbatches]
         agree(lambda: check_results(run.results, routes, whole, rows, is_weighted), self._group)
         expected, spec = tree_flatten(whole)
-        made = tree_flatten(_together(run))[0] if run.results else expected
-        pairs = zip(made, expected, strict=True)
-        return tree_unflatten([self._shared(*each) for each in pairs], spec)
-
-    def _shared(self, value: Any, expected: Any) -> Any:
-        if not isinstance(expected, Tensor):
-            return value
-        is_here = self._group.rank() == self._last_rank
-        like = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
-        whole = value.detach().contiguous() if is_here else like
-        broadcast(whole, group=self._group, group_src=self._last_rank)
-        return whole
+        values = tree_flatten(_together(run))[0] if run.results else expected
+        for at, like in enumerate(expected):
+            if isinstance(like, Tensor):
+                empty = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+                values[at] = values[at].detach().contiguous() if run.results else empty
+                broadcast(values[at], group=self._group, group_src=self.schedule.home[-1])
+        return tree_unflatten(values, spec)
 
     # -- gradients -----------------------------------------------------------------------
 
@@ -538,14 +507,11 @@ class Stages(nn.Module):
     def _sum(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> None:
         rank = self._group.rank()
         mine = tensor.detach().clone(memory_format=torch.contiguous_format)
-        works, parts = [], {rank: mine}
-        for other in ranks:
-            if other != rank:
-                parts[other] = torch.empty_like(mine)
-                works.append(irecv(parts[other], group=self._group, tag=tag, group_src=other))
-        for other in ranks:
-            if other != rank:
-                works.append(isend(mine, group=self._group, tag=tag, group_dst=other))
+        others = [each for each in ranks if each != rank]
+        parts = {rank: mine} | {each: torch.empty_like(mine) for each in others}
+        given: Any = {"group": self._group, "tag": tag}
+        works = [irecv(parts[each], group_src=each, **given) for each in others]
+        works += [isend(mine, group_dst=each, **given) for each in others]
         for work in works:
             if work is not None:
                 work.wait()
@@ -633,9 +599,9 @@ def _weights(targets: Sequence[Any], rows: Sequence[int], weight: Weight) -> lis
 
 def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
     """The loss of the whole batch, if it is not the microbatches' together; else 0."""
-    assert run.loss is not None
+    assert run.options.loss is not None
     with torch.no_grad():
-        whole = run.loss(_together(run), *(() if target is None else (target,)))
+        whole = run.options.loss(_together(run), *(() if target is None else (target,)))
     close = 64 * torch.finfo(whole.dtype).eps
     return 0.0 if torch.allclose(whole, total, rtol=close, atol=close) else float(whole)
 
