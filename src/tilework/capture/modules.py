@@ -352,7 +352,7 @@ class _Passes:
         names = ["forward", *(("inputs", "weights") if needing.cuts else ("backward",))]
         found = [*self._leaves, *self._saved]
         graphs = [Graph(inputs, before, found, graph.places, graph.has_grad_mode)]
-        graphs += _halves([*self._saved, *[x.value for x in of_outs]], after, grads, needing)
+        graphs += _halves(self._saved, [x.value for x in of_outs], after, grads, needing)
         held = [joint.held, *[ProgramConditions([], [], [], [])] * 2]
         known: Sequence[StepRecord | None] = [None] * 3 if same is None else same.parts
         #: The forward program, and one or two of the backward pass.
@@ -534,15 +534,20 @@ def _crossing(
 
 
 def _halves(
-    given: Sequence[Value], after: Sequence[Instruction], grads: Sequence[Any], needing: _Needing
+    saved: Sequence[Value],
+    of_outs: Sequence[Value],
+    after: Sequence[Instruction],
+    grads: Sequence[Any],
+    needing: _Needing,
 ) -> list[Graph]:
     """The programs of the backward pass, for the gradients that come first and for the others."""
+    given = [*saved, *of_outs]
     inputs = [Input(value, Argument(i, False), None) for i, value in enumerate(given)]
     mine, others = ([grads[i] for i in at] for at in (needing.first, needing.second))
     if not needing.cuts:
         return [Graph(inputs, list(after), mine, [])]
     wanted = [value for leaf in mine if (value := value_in(leaf)) is not None]
-    first, second = cut_backward(given, after, wanted)
+    first, second = cut_backward(of_outs, after, wanted)
     kept = _crossing([], first, second, others)
     more = [Input(x, Argument(len(given) + i, False), None) for i, x in enumerate(kept)]
     return [Graph(inputs, first, [*mine, *kept], []), Graph([*inputs, *more], second, others, [])]

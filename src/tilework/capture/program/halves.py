@@ -14,11 +14,11 @@ def cut_backward(
     """The instructions that some values need, and the others, each in order. Local.
 
     Other programs may run between the two. So random draws, calls and checks are all in the first
-    part, with what must precede them. An instruction that writes to memory from outside keeps the
-    whole together, since tensors there may share memory.
+    part, with what must precede them. An instruction that writes to a gradient from outside keeps
+    the whole together, since gradients may share memory.
 
     Args:
-        given: The values from outside.
+        given: The gradients from outside.
         instructions: The backward pass.
         wanted: The values that come first.
     """
