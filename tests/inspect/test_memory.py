@@ -1,4 +1,4 @@
-"""Memory by use: storages counted once, by what they are for, the same on the meta device."""
+"""Memory by use: storages counted once, by what they are for, the same on a pretended rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tilework.parallel import (
     fully_shard,
     parallelize_module,
 )
+from tilework.plan import pretend
 from tilework.testing import run_ranks
 
 
@@ -41,7 +42,14 @@ def test_parameters_and_states_have_their_bytes() -> None:
 
 
 def test_a_pretended_step_counts_as_a_real_step() -> None:
-    assert step("meta", rows=512).peak == step("cpu", rows=512).peak
+    found: list[Peak] = []
+    with pretend(ranks=1) as job:
+        job.run(lambda: found.append(step("cpu", rows=512).peak))
+    assert found == [step("cpu", rows=512).peak]
+
+
+def test_a_model_on_meta_has_no_memory() -> None:
+    assert step("meta").peak.by_use()["parameters"] == 0
 
 
 def test_activations_are_counted_by_module() -> None:

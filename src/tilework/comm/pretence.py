@@ -103,7 +103,8 @@ class Pretence:
     is_early: bool = False
     #: Told of each call.
     listeners: list[Any] = field(default_factory=list)
-    _lost: dict[int, StorageWeakRef] = field(default_factory=dict)
+    _lost: _Storages = field(default_factory=dict)
+    _absent: _Storages = field(default_factory=dict)
 
     def note(self, call: PretendedCall) -> int:
         """Write down a call; return the place in :attr:`calls`."""
@@ -116,14 +117,35 @@ class Pretence:
         """True if the elements are those that the program would compute."""
         if tensor.is_meta:
             return not tensor.numel()
-        known = self._lost.get(tensor.untyped_storage()._cdata) if self._lost else None
-        return known is None or bool(known.expired())  # type: ignore[no-untyped-call]
+        return not _holds(self._lost, tensor)
 
     def lose(self, tensor: Tensor) -> None:
         """Note that the elements are unknown from now on."""
         if not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            self._lost[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            _add(self._lost, tensor)
+
+    def is_absent(self, tensor: Tensor) -> bool:
+        """True for a tensor that would be on meta in a real run, too."""
+        return tensor.is_meta and _holds(self._absent, tensor)
+
+    def note_absent(self, tensor: Tensor) -> None:
+        """Note that the program has put a tensor on meta."""
+        if tensor.is_meta:
+            _add(self._absent, tensor)
+
+
+#: Storages that live, by identity.
+_Storages = dict[int, StorageWeakRef]
+
+
+def _holds(storages: _Storages, tensor: Tensor) -> bool:
+    known = storages.get(tensor.untyped_storage()._cdata) if storages else None
+    return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+
+
+def _add(storages: _Storages, tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 _pretence: ContextVar[Pretence | None] = ContextVar("tilework_pretence", default=None)

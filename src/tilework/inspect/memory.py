@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import local_tensor_of, tensors_in
@@ -73,7 +74,7 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A storage counts from the first operator that makes or takes it until it is freed, once for
     all tensors that share it, with all bytes. Only the operators count, not the memory within
-    them; so tensors on the meta device count as real tensors do. Local; not collective.
+    them. A tensor on meta counts nothing. Local; not collective.
 
     - *parameters*: of modules that were called, with modules' buffers
     - *gradients*: of parameters, once their backward pass is over
@@ -93,9 +94,9 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Example:
         >>> import torch
         >>> from tilework.inspect import MemoryByUse
-        >>> layer = torch.nn.Linear(64, 64, bias=False, device="meta")
+        >>> layer = torch.nn.Linear(64, 64, bias=False)
         >>> with MemoryByUse() as memory:
-        ...     layer(torch.ones(8, 64, device="meta")).sum().backward()
+        ...     layer(torch.ones(8, 64)).sum().backward()
         >>> memory.now["parameters"], memory.now["gradients"], memory.peak.by["Linear", "gradients"]
         (16384, 16384, 16384)
     """
@@ -402,7 +403,7 @@ def _storages(tensor: Tensor) -> Iterator[Any]:
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
+    elif tensor.layout is torch.strided and not lacks_memory(tensor):
         yield tensor.untyped_storage()
     for name in _PARTS.get(tensor.layout, ()):
         yield getattr(torch.ops.aten, name)(tensor).untyped_storage()

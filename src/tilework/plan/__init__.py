@@ -11,12 +11,13 @@ from tilework.plan.cluster import Cluster, memory_bytes
 from tilework.plan.job import PlannedJob, pretend
 from tilework.plan.measuring import measured_here
 from tilework.plan.mismatches import Mismatch
-from tilework.plan.report import AxisTraffic, Change, PlanReport, RankReport
+from tilework.plan.report import AxisTraffic, Branch, Change, PlanReport, RankReport
 from tilework.plan.suggestions import ModelPlan, Suggestions, suggest
 from tilework.plan.timing import RankTime
 
 __all__ = [
     "AxisTraffic",
+    "Branch",
     "Change",
     "Cluster",
     "Mismatch",

@@ -61,12 +61,14 @@ def attention(  # noqa: PLR0913 - torch's signature
 def choice_of(*args: Any, **kwargs: Any) -> int:
     """The number of the kernel that torch takes on the CPU."""
     with torch._C._DisableTorchDispatch(), torch._C._DisableAutocast():
-        given, options = tree_map_only(Tensor, _place, (args, kwargs))
+        given, options = tree_map_only(
+            Tensor, lambda x: on_cpu(x, x.dtype).requires_grad_(x.requires_grad), (args, kwargs)
+        )
         choice: int = torch._fused_sdp_choice(*given, **options)
     return choice
 
 
-def _place(tensor: Tensor) -> Tensor:
-    """A tensor of these sizes on the CPU, whose memory is never touched."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
+def on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of these sizes on the CPU, which no mode sees, and whose memory is never touched."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")

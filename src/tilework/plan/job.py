@@ -6,23 +6,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tilework.comm.per_call.internal import PretendedCall
+from tilework.errors import PretendError
 from tilework.inspect import MemoryByUse
 from tilework.plan.changes import changes_for
 from tilework.plan.cluster import Cluster
 from tilework.plan.kinds import kinds_of
 from tilework.plan.mismatches import mismatches_of
-from tilework.plan.report import AxisTraffic, PlanReport, RankReport
+from tilework.plan.report import AxisTraffic, Branch, PlanReport, RankReport
 from tilework.plan.running import PretendedJob, RankRun, place_of, run_rank
 from tilework.plan.timing import RankTime, Workload, moving_seconds
+from tilework.plan.unknown import Decisions, RunAgain
 
 #: The most times that ranks run, for each to get what the others have gathered from.
 _MOST_PASSES = 3
+
+
+#: By rank, the run and the report on it.
+_Runs = dict[int, tuple[RankRun, RankReport]]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program, and how it is to run."""
+
+    program: Callable[[], Any]
+    everyone: bool
+    is_script: bool
 
 
 @dataclass(frozen=True)
@@ -75,49 +90,75 @@ class PlannedJob:
         if self._closed:
             raise ValueError("the job is over: run programs within the block of pretend()")
         begun = time.perf_counter()
-        job = PretendedJob(self.ranks, self.hosts, torch.device(self.cluster.device))
-        reports: dict[int, RankReport] = {}
-        calls: dict[int, list[PretendedCall]] = {}
-        which = list(range(self.ranks)) if everyone else [0]
-        for number in range(_MOST_PASSES):
+        how = _Program(lambda: program(*arguments), everyone, is_script)
+        decisions = Decisions()
+        report, runs = self._way(how, decisions)
+        branches = [self._branch(how, site, runs, decisions) for site in list(decisions.asked)]
+        seconds = time.perf_counter() - begun
+        return changes_for(replace(report, branches=branches, seconds=seconds))
+
+    def _way(self, how: _Program, decisions: Decisions) -> tuple[PlanReport, _Runs]:
+        """The report on the way that goes on: on which no answer leads to an error."""
+        while True:
+            try:
+                return self._planned(how, decisions)
+            except PretendError:
+                raise
+            except Exception:
+                if not decisions.last or decisions.last in decisions.yes:
+                    raise
+                decisions.yes.add(decisions.last)
+                decisions.asked.clear()
+
+    def _planned(
+        self, how: _Program, decisions: Decisions, only: int | None = None
+    ) -> tuple[PlanReport, _Runs]:
+        """The report on one way through the program, and the runs of ranks; ``only``: of one."""
+        device = torch.device(self.cluster.device)
+        job = PretendedJob(self.ranks, self.hosts, device, decisions=decisions)
+        runs: _Runs = {}
+        which = list(range(self.ranks)) if how.everyone else [0]
+        for number in range(_MOST_PASSES if only is None else 1):
             if number and not job.values.begin_pass():
                 break
-            for rank in which:
-                run, reports[rank] = self._run_rank(program, arguments, rank, job, is_script)
-                calls[rank] = run.calls
+            for rank in which if only is None else [only]:
+                runs[rank] = run, _ = self._run_rank(how, rank, job)
                 if len(which) == 1 and not number:
                     which += [r for r in kinds_of(run.meshes, run.calls, self.ranks) if r]
-        kinds_run = [reports[rank] for rank in sorted(reports)]
         report = PlanReport(
             self.ranks,
             self.hosts,
             self.cluster,
-            kinds_run,
-            mismatches_of(calls),
-            seconds=time.perf_counter() - begun,
-            everyone=len(kinds_run) == self.ranks,
+            [runs[rank][1] for rank in sorted(runs)],
+            mismatches_of({rank: run.calls for rank, (run, _) in runs.items()}),
+            everyone=len(runs) == self.ranks,
         )
-        return changes_for(report)
+        return report, runs
 
-    def _run_rank(
-        self,
-        program: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        rank: int,
-        job: PretendedJob,
-        is_script: bool,
-    ) -> tuple[RankRun, RankReport]:
-        memory, work = MemoryByUse(), Workload(self.cluster)
-        with ExitStack() as stack:
-            run = run_rank(
-                lambda: program(*arguments),
-                rank,
-                job,
-                _both(work, memory),
-                is_script=is_script,
-            )
-            del stack
-        return run, self._reported(run, memory, work)
+    def _branch(self, how: _Program, site: str, runs: _Runs, decisions: Decisions) -> Branch:
+        """What the program does if the answer at one line is the other."""
+        rank = decisions.asked[site]
+        try:
+            _, others = self._planned(how, decisions.other(site), rank)
+            (run, here), (other, there) = runs[rank], others[rank]
+            if (run.calls, here.peak.bytes) == (other.calls, there.peak.bytes):
+                return Branch(site)
+            report, _ = self._planned(how, decisions.other(site))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return Branch(site, ends=f"{type(error).__name__}: {error}")
+        return Branch(site, report)
+
+    def _run_rank(self, how: _Program, rank: int, job: PretendedJob) -> tuple[RankRun, RankReport]:
+        while True:
+            memory, work = MemoryByUse(), Workload(self.cluster)
+            try:
+                around = _both(work, memory)
+                run = run_rank(how.program, rank, job, around, is_script=how.is_script)
+                return run, self._reported(run, memory, work)
+            except RunAgain:
+                job.decisions.asked.clear()
 
     def _reported(self, run: RankRun, memory: MemoryByUse, work: Workload) -> RankReport:
         calls = [call for call in run.calls if call.waits_for is None]

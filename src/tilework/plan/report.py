@@ -77,6 +77,37 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A line at which the program branches on a value of a real run.
+
+    The report on a job is of the way on which each answer is no (yes, if the program raises an
+    error after no). Here it is the other, at this line.
+
+    Attributes:
+        site: The line, as ``file:line in function``.
+        report: The report on the other way; None: it calls the same, and has the same peak.
+        ends: The error with which the program ends on the other way; "": it does not.
+    """
+
+    site: str
+    report: PlanReport | None = None
+    ends: str = ""
+
+    def __str__(self) -> str:
+        if self.ends:
+            return f"{self.site}: the other way ends by {self.ends}"
+        if self.report is None:
+            return f"{self.site}: both ways are the same for the plan"
+        worst = self.report.worst
+        moves = max(each.nbytes for each in self.report.kinds)
+        found = "".join(f"; {each}" for each in self.report.mismatches)
+        return (
+            f"{self.site}: all ranks must take one way. On the other, peak "
+            f"{bytes_text(worst.peak.bytes)}, a rank moves {bytes_text(moves)}{found}"
+        )
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The report on a job. ``print`` shows it, and rich draws it.
 
@@ -87,6 +118,7 @@ class PlanReport:
         kinds: The ranks that ran. Only they are proven.
         mismatches: Ranks that would part, or wait forever.
         changes: The cheapest changes, if memory does not suffice.
+        branches: The lines at which the program branches on values of a real run.
         seconds: The seconds that planning took.
     """
 
@@ -96,6 +128,7 @@ class PlanReport:
     kinds: Sequence[RankReport]
     mismatches: Sequence[Mismatch] = ()
     changes: Sequence[Change] = ()
+    branches: Sequence[Branch] = ()
     seconds: float = 0.0
     everyone: bool = field(default=False)
 
@@ -112,8 +145,9 @@ class PlanReport:
 
     @property
     def is_good(self) -> bool:
-        """True if memory suffices, and no rank parts from the others."""
-        return self.fits and not self.mismatches
+        """True if memory suffices, and no rank parts from the others, on all ways."""
+        others = [each.report for each in self.branches if each.report is not None]
+        return self.fits and not self.mismatches and all(each.is_good for each in others)
 
     def __rich__(self) -> Page:
         head = (
@@ -130,6 +164,9 @@ class PlanReport:
         for rank in self.kinds:
             if rank.stopped:
                 parts.append(f"rank {rank.rank}, after it had left the job: {rank.stopped}")
+        if self.branches:
+            parts += ["", "values that only a real run has, each line both ways:"]
+            parts += [f"  {branch}" for branch in self.branches]
         parts += ["", *self._findings()]
         return Page(*parts)
 

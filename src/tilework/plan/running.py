@@ -19,8 +19,9 @@ from tilework.errors import PretendError
 from tilework.mesh.internal import meshes_of_rank
 from tilework.plan.attention import attention_as_on
 from tilework.plan.kinds import PlacedMesh, axis_of
+from tilework.plan.replacing import replaced
 from tilework.plan.tensors import WithoutMemory
-from tilework.plan.unknown import replaced
+from tilework.plan.unknown import Decisions
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class PretendedJob:
     hosts: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     values: JobValues = field(default_factory=JobValues)
+    decisions: Decisions = field(default_factory=Decisions)
 
 
 @dataclass(eq=False)
@@ -91,7 +93,7 @@ def run_rank(
             own_world(world),
             _environment(rank, job),
             pretending(pretence),
-            replaced(job.device),
+            replaced(job.device, job.decisions),
             attention_as_on(job.device),
             WithoutMemory(pretence, job.device),
         ):

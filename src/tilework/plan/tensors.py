@@ -1,12 +1,17 @@
 """Tensors of a pretended rank: without memory where values are of no use.
 
 Tensors of integers and truth values that a program makes have values, since Python reads them
-(indices, orders of rows), and so has everything that is computed from values alone. Tensors of
-floats that operators make have none, nor has anything that is computed from them.
+(indices, orders of rows), and so have single floats that it writes, and everything that is computed
+from values alone. Other tensors of floats have none, nor has anything that is computed from them;
+but they are finite, unless the program gives an infinity to an operator.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -21,7 +26,8 @@ from tilework.dtensor.internal import tensors_in
 from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
 from tilework.plan.repeats import keep, key_of, repeated
-from tilework.plan.unknown import is_unknown, refuse, truthful
+from tilework.plan.replacing import OWN, truthful
+from tilework.plan.unknown import decided, is_unknown, refuse
 from tilework.tiled.rules import call_on_meta
 
 #: Larger tensors of integers have no values, either.
@@ -30,6 +36,11 @@ _MEMORYLESS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_stri
 _FILLS = (
     *("normal_", "uniform_", "zero_", "fill_", "random_", "bernoulli_", "exponential_"),
     *("cauchy_", "geometric_", "log_normal_"),
+)
+#: Folders of code between the program and this mode: torch, and the modes that count.
+_BETWEEN = (
+    os.path.dirname(torch.__file__),
+    *(os.path.join(OWN, name) for name in ("plan", "inspect")),
 )
 _aten = torch.ops.aten
 
@@ -41,6 +52,8 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.pretence = pretence
         self.device = device
+        #: True once the program has given an infinity to an operator that keeps it.
+        self.has_infinities = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -51,6 +64,20 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_in((args, kwargs))
+        if not self.has_infinities and math.inf in map(_size, args) and not _compares(func):
+            self.has_infinities = True
+        asked = kwargs.get("device") if not tensors or _is_like(func) else None  # copies name it
+        if _is_asked(asked) if asked else any(map(self._is_absent, tensors)):
+            result = self._run(func, tensors, args, kwargs)
+            for tensor in tensors_in(result):
+                self.pretence.note_absent(tensor)
+            return result
+        return self._run(func, tensors, args, kwargs)
+
+    def _is_absent(self, tensor: Tensor) -> bool:
+        return self.pretence.is_absent(tensor)
+
+    def _run(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _SPECIAL:
             return _SPECIAL[func](self, func, args, kwargs)
         if not tensors or _is_like(func):
@@ -61,9 +88,11 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_meta = [tensor.is_meta for tensor in tensors]
         if any(on_meta):
             return self._without(func, args, kwargs, all(on_meta))
+        lacks = not all(map(self.pretence.has_values, tensors))
+        if lacks and _is_question(func):
+            return decided()
         result = func(*args, **kwargs)
-        numbers = (*args, *kwargs.values())
-        if any(map(is_unknown, numbers)) or not all(map(self.pretence.has_values, tensors)):
+        if lacks or any(map(is_unknown, (*args, *kwargs.values()))):
             for tensor in tensors_in(result):
                 self.pretence.lose(tensor)
         return result
@@ -79,9 +108,12 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **options, **generator)
         nothing = dict.fromkeys(generator)
         result = truthful(func, *args, **options, **nothing, device="meta")
-        if on_meta or not isinstance(result, Tensor) or not _may_have_values(result):
+        if on_meta or not isinstance(result, Tensor) or not _may_have_values(func, result):
             return result
-        if tensors and tensors[0].is_meta and func.__name__.startswith("empty"):
+        if any(map(is_unknown, args)):
+            return result
+        is_like_float = tensors and tensors[0].is_meta and tensors[0].is_floating_point()
+        if is_like_float and (result.is_floating_point() or func.__name__.startswith("empty")):
             return result
         if tensors:
             return self._like(func, args, kwargs, result)
@@ -94,6 +126,11 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _without(self, func: Any, args: Any, kwargs: dict[str, Any], all_meta: bool) -> Any:
         """The result of an operator on tensors some of which have no memory, or all."""
+        known = self._by_premise(func, args)
+        if known is not None:
+            return torch.full(args[0].shape, known, dtype=torch.bool)
+        if _is_question(func):
+            return decided()
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         if "generator" in kwargs:
@@ -108,7 +145,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (args, kwargs) if all_meta else tree_map_only(Tensor, _as_meta, (args, kwargs))
         )
         try:
-            result = truthful(call_on_meta, func, given, options)
+            result = self._tried(func, (args, kwargs), (given, options))
         except (NotImplementedError, RuntimeError) as error:
             raise self._explained(func, error) from error
         if key is not None:
@@ -131,6 +168,32 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if indices is result:
             return even.view(indices.shape)
         return result[0], even.view(indices.movedim(dim, -1).shape).movedim(-1, dim).contiguous()
+
+    def _tried(self, func: Any, given: tuple[Any, Any], shown: tuple[Any, Any]) -> Any:
+        """The result without values; from what has values where torch needs it for the sizes."""
+        try:
+            return truthful(call_on_meta, func, *shown)
+        except (NotImplementedError, RuntimeError):
+            real = [tensor for tensor in tensors_in(given) if not tensor.is_meta]
+            if not real or not all(map(self.pretence.has_values, real)) or _written(func):
+                raise
+            return truthful(func, *given[0], **given[1])
+
+    def _by_premise(self, func: Any, args: Any) -> bool | None:
+        """What all elements answer to a question, because floats are finite; None: unknown."""
+        name, first = func.__name__.partition(".")[0], args[0] if args else None
+        if not isinstance(first, Tensor) or not first.is_meta or not first.is_floating_point():
+            return None
+        if first.numel() > MOST_VALUES or (self.has_infinities and first.numel() != 1):
+            return None
+        if name in ("isnan", "isinf", "isposinf", "isneginf"):
+            return False
+        other = args[1] if len(args) > 1 else None
+        if name in ("eq", "ne") and other is first:
+            return bool(name == "eq")
+        if _compares(func) and _size(other) == math.inf:
+            return bool(getattr(operator, name)(0.0, other))
+        return None
 
     def _wrote(
         self, written: Sequence[int | str], args: Any, kwargs: dict[str, Any], result: Any
@@ -172,7 +235,12 @@ def _choice(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
-    """A copy to a device: here there is a single device."""
+    """A copy to a device: here there is a single device, and meta."""
+    if mode._is_absent(args[0]) and str(kwargs.get("device") or "meta") != "meta":
+        raise NotImplementedError(
+            f"Cannot copy out of meta tensor at {call_site()}: there is no data. Use to_empty() to "
+            f"move a module from meta to another device"
+        )
     if args[0].is_meta:
         return mode._without(func, args, kwargs, all_meta=True)
     asked = kwargs.get("device")
@@ -187,7 +255,26 @@ def _copied(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
 
 #: Operators that choose, as routers do.
 _CHOICES = (_aten.topk.default, _aten.argmax.default)
+
+
+def _unscaled(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> None:
+    """Gradients divided by their scale; no element of them is found that is not finite."""
+    if mode.has_infinities or not any(grad.is_meta for grad in args[0]):
+        mode._without(func, args, kwargs, all_meta=False)
+
+
+def _set(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor on a storage, which has no memory here where the tensor has none."""
+    storage: Any = args[1]
+    if args[0].is_meta and storage.device.type != "meta":
+        made: Any = torch.UntypedStorage
+        storage = made(storage.nbytes(), device="meta")
+    return truthful(func, args[0], storage, *args[2:], **kwargs)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+    _aten.set_.source_Storage_storage_offset: _set,
     _aten._local_scalar_dense.default: _scalar,
     _aten._to_copy.default: _copied,
     _aten._fused_sdp_choice.default: _choice,
@@ -201,15 +288,42 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _may_have_values(tensor: Tensor) -> bool:
-    is_real = tensor.is_floating_point() or tensor.is_complex()
-    return not is_real and tensor.numel() <= MOST_VALUES
+def _may_have_values(func: Any, tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        is_written = torch.Tag.nondeterministic_seeded not in func.tags
+        return is_written and tensor.numel() == 1 and not func.__name__.startswith("empty")
+    return tensor.numel() <= MOST_VALUES
 
 
 @cache
 def _is_fill(func: Any) -> bool:
     """True for operators that write values to a tensor, of whatever shape, and nothing else."""
     return func._schema.name.partition("::")[2] in _FILLS
+
+
+def _is_asked(device: Any) -> bool:
+    """True if the program itself asks for meta: to tilework's code a job's device is meta."""
+    if torch.device(device).type != "meta":
+        return False
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is None or not frame.f_code.co_filename.startswith(OWN)
+
+
+def _size(value: Any) -> float:
+    return abs(value) if isinstance(value, float) else 0.0
+
+
+@cache
+def _compares(func: Any) -> bool:
+    return func.__name__.partition(".")[0] in ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+@cache
+def _is_question(func: Any) -> bool:
+    """True for operators that give Python a truth value, such as equal and allclose."""
+    return [str(each.type) for each in func._schema.returns] == ["bool"]
 
 
 @cache

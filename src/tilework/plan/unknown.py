@@ -1,45 +1,34 @@
-"""Values that only a real run has: numbers that stand for them, and errors where Python needs more.
+"""Values that only a real run has: numbers that stand for them, and the ways that programs branch.
 
-``item()`` of a float gives an :class:`UnknownNumber`, which computes and prints, and on which no
-program can branch. The methods of ``torch.Tensor`` are replaced while a rank is pretended.
+``item()`` gives an :class:`UnknownNumber`, which computes and prints. It is finite. Each other
+question to it is answered by the job's :class:`Decisions`.
 """
 
 from __future__ import annotations
 
-import functools
+import builtins
+import dis
 import math
-import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from tilework.capture.program.number import Number, NumberBook, with_numbers
+from tilework.capture.program.number import Number, NumberBook
 from tilework.comm.per_call.internal import call_site, current_pretence
-from tilework.dtensor import DTensor
 from tilework.errors import PretendError
 
-#: Methods that need the values themselves.
-_READS = {
-    "tolist": "makes a list of a tensor",
-    "numpy": "makes a numpy array of a tensor",
-    "__array__": "makes a numpy array of a tensor",
-    "__bool__": "branches on a tensor",
-    "__int__": "makes an integer of a tensor",
-    "__index__": "uses a tensor as an index",
-    "__complex__": "makes a number of a tensor",
-    "__dlpack__": "hands a tensor to another library",
-}
-#: The folder of tilework, whose code knows of tensors without memory.
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_KINDS = (Tensor, torch.nn.Parameter, DTensor)
-_NUMBERS = ("item", "__float__")
-_TEXTS = ("__repr__", "__format__")
-#: Facts about the device, as the program would see them on a real rank.
-_DEVICE = {"is_meta": False, "is_cpu": True, "is_cuda": False}
+#: The most answers at one line, no and yes: a loop that ends by a value never ends here.
+_MOST_ANSWERS = 100_000, 1000
+_is_nan = math.isnan
+_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=", "ne": "<>"}
+#: The answers of ``math`` about numbers that are finite.
+_FINITE: dict[Any, bool] = {math.isnan: False, math.isinf: False, math.isfinite: True}
 
 
 def refuse(what: str) -> NoReturn:
@@ -51,11 +40,90 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-class UnknownNumber(Number):
-    """A float that only a real run has. It computes, prints as nan, and decides nothing."""
+class RunAgain(BaseException):
+    """The run is void: from now on, one more file's ``float`` keeps unknown numbers."""
 
-    def _decides(self, function: Callable[..., Any], *inputs: Any) -> NoReturn:
-        refuse(f"branches on a number from a tensor ({getattr(function, '__name__', function)})")
+
+@dataclass(eq=False)
+class Decisions:
+    """The answers to what programs ask about values: no, but at some lines."""
+
+    #: The line at which the answer is the other; "": at none.
+    flipped: str = ""
+    #: The lines at which the answer is yes, since the program raises an error after no.
+    yes: set[str] = field(default_factory=set)
+    #: By line: the first rank that asked there; and the line that asked last.
+    asked: dict[str, int] = field(default_factory=dict)
+    last: str = ""
+    #: The globals of files in which ``float`` keeps unknown numbers.
+    scopes: list[dict[str, Any]] = field(default_factory=list)
+    _times: Counter[str] = field(default_factory=Counter)
+
+    def answer(self) -> bool:
+        """The answer to a question of the line that runs."""
+        site, pretence = call_site(), current_pretence()
+        self._times[site] += 1
+        self.last, yes = site, (site in self.yes) != (site == self.flipped)
+        if self._times[site] > _MOST_ANSWERS[yes]:
+            refuse(f"asks {self._times[site]:,} times for a value (a loop without another end?)")
+        self.asked.setdefault(site, 0 if pretence is None else pretence.rank)
+        return yes
+
+    def other(self, site: str) -> Decisions:
+        """The same answers, but at one line."""
+        return Decisions(site, self.yes, scopes=self.scopes)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block, these are the answers. For one block at a time in a process."""
+        global _decisions
+        before, _decisions = _decisions, self
+        self._times.clear()
+        self.last = ""
+        for scope in self.scopes:
+            scope["float"] = _KeptFloat
+        try:
+            yield
+        finally:
+            _decisions = before
+            for scope in self.scopes:
+                scope.pop("float", None)
+
+
+_decisions = Decisions()
+
+
+def decided() -> bool:
+    """The answer to a question about a value."""
+    return _decisions.answer()
+
+
+class UnknownNumber(Number):
+    """A finite number that only a real run has. It computes, and prints as nan."""
+
+    def _compared(self, function: Callable[..., bool], other: Any) -> bool:
+        if not isinstance(other, int | float):
+            return NotImplemented  # type: ignore[no-any-return]
+        known = vars(self).setdefault("known", {})
+        key = id(other) if isinstance(other, Number) else other
+        possible = known.get(key, "<=>")
+        if other is self:
+            possible = "="
+        elif not isinstance(other, Number) and abs(other) == math.inf:
+            possible = "<" if other > 0 else ">"
+        signs = _SIGNS[function.__name__]
+        yes = possible[0] in signs
+        if any((sign in signs) != yes for sign in possible):
+            yes = decided()
+        known[key] = "".join(sign for sign in possible if (sign in signs) == yes)
+        return yes
+
+    def _decides(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        if function in _FINITE:
+            return _FINITE[function]
+        if function is float.is_integer:
+            return decided()
+        refuse(f"makes a whole number of a number from a tensor ({function.__name__})")
 
     def given_to(self, function: Callable[..., Any], *inputs: Any) -> Any:
         try:
@@ -67,7 +135,7 @@ class UnknownNumber(Number):
         refuse(f"has a number from a tensor {how}")
 
     def __hash__(self) -> int:
-        return self.tag
+        return id(self)
 
     def __repr__(self) -> str:
         return "nan"
@@ -75,13 +143,13 @@ class UnknownNumber(Number):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(math.nan, spec)
+        return format(math.nan, spec.replace("d", "f"))
 
     def __float__(self) -> float:
-        return self
+        return float_in(sys._getframe(1))
 
     def __reduce__(self) -> Any:
-        return float, ("nan",)
+        return unknown_number, ()
 
 
 def unknown_number() -> UnknownNumber:
@@ -91,7 +159,7 @@ def unknown_number() -> UnknownNumber:
 
 def is_unknown(value: Any) -> bool:
     """True for a number that came from a tensor without values, also after a way through C."""
-    return isinstance(value, float) and value != value
+    return isinstance(value, float) and _is_nan(value)
 
 
 def lacks_values(tensor: Tensor) -> bool:
@@ -101,116 +169,36 @@ def lacks_values(tensor: Tensor) -> bool:
     return pretence is not None and not pretence.has_values(whole)
 
 
-#: The number of operators that run: torch's own code for tensors on meta must see where they are.
-_plain_truth = 0
+def float_in(frame: FrameType) -> float:
+    """The result of ``float()`` of an unknown number, for the code of ``frame``.
 
-
-def truthful(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of ``function``, in which tensors say that they have no memory."""
-    global _plain_truth
-    _plain_truth += 1
-    try:
-        # Some of torch's code for them is Python, which must see plain tensors.
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-    finally:
-        _plain_truth -= 1
-
-
-@contextmanager
-def replaced(device: torch.device) -> Iterator[None]:
-    """Within the block, tensors without values answer as on ``device``, or raise.
-
-    For one block at a time in a process.
+    Raises:
+        RunAgain: It was the first in that file: Python would make a plain nan of it, with which no
+            comparison is true.
+        PretendError: Code in C asked, other than ``%``, which makes a text.
     """
-    kept: list[tuple[Any, str, Any]] = []
-
-    def put(owner: Any, name: str, made: Any) -> None:
-        kept.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, made)
-
-    for name in (*_READS, *_NUMBERS, *_TEXTS):
-        put(Tensor, name, _method(name, getattr(Tensor, name)))
-    for name, value in {"device": device, **_DEVICE}.items():
-        if name == f"is_{device.type}":
-            value = True
-        elif name == "is_cpu":
-            value = device.type == "cpu"
-        put(Tensor, name, _attribute(name, getattr(torch._C.TensorBase, name), value))
-        put(DTensor, name, _attribute(name, getattr(DTensor, name), value))
-    put(torch.autocast, "__enter__", _without_autocast(torch.autocast.__enter__))
-    for name in ("tensor", "as_tensor"):
-        put(torch, name, _maker(getattr(torch, name)))
-    for name, function in list(vars(math).items()):
-        if callable(function) and name[0] != "_":
-            put(math, name, with_numbers(function))
-    try:
-        yield
-    finally:
-        for owner, name, original in reversed(kept):
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+    scope = frame.f_globals
+    if "float" not in scope:
+        _decisions.scopes.append(scope)
+        raise RunAgain
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("BINARY"):
+        return math.nan
+    refuse("makes a plain number of a tensor (write item())")
 
 
-def _method(name: str, original: Any) -> Any:
-    @functools.wraps(original)
-    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not lacks_values(self):
-            return original(self, *args, **kwargs)
-        if name in _TEXTS:
-            shape = "x".join(map(str, self.shape)) or "scalar"
-            return f"tensor({shape}, {self.dtype}, pretended)"
-        if name in _NUMBERS and self.is_floating_point() and self.numel() == 1:
+class _LikeFloat(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, builtins.float)
+
+
+class _KeptFloat(float, metaclass=_LikeFloat):
+    """``float``, which leaves unknown numbers as they are."""
+
+    def __new__(cls, value: Any = 0.0, *rest: Any) -> Any:
+        if rest or cls is not _KeptFloat:
+            return builtins.float.__new__(cls, value)
+        if isinstance(value, UnknownNumber):
+            return value
+        if isinstance(value, Tensor) and value.numel() == 1 and lacks_values(value):
             return unknown_number()
-        refuse(_READS.get(name, f"calls {name}() of a tensor"))
-
-    return read
-
-
-class _Claim(property):
-    """A property with a name, by which DTensors find what to answer."""
-
-    def __init__(self, read: Callable[[Any], Any], name: str) -> None:
-        super().__init__(read)
-        self.__name__ = name
-
-
-def _attribute(name: str, original: Any, value: Any) -> property:
-    """A property that tells code outside of tilework that a tensor is on the job's device."""
-    is_meta: Any = vars(torch._C.TensorBase)["is_meta"].__get__
-
-    def read(self: Tensor) -> Any:
-        found = original.__get__(self)
-        if found is value or _plain_truth or type(self) not in _KINDS or not is_meta(self):
-            return found
-        caller = sys._getframe(1).f_code.co_filename
-        return found if caller.startswith(_OWN) else value
-
-    return _Claim(read, name)
-
-
-def _without_autocast(original: Any) -> Any:
-    @functools.wraps(original)
-    def enter(self: Any) -> Any:
-        if self._enabled:
-            raise PretendError(
-                f"torch.autocast at {call_site()} leaves tensors without memory as they are: "
-                f"cast the model for a plan, or pass enabled=False"
-            )
-        return original(self)
-
-    return enter
-
-
-def _maker(original: Any) -> Any:
-    @functools.wraps(original)
-    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(data, Number):
-            return original(data, *args, **kwargs)
-        kwargs["device"] = "meta"
-        kwargs.setdefault("dtype", torch.get_default_dtype())
-        return torch.empty((), *args, **kwargs)
-
-    return make
+        return builtins.float(value)

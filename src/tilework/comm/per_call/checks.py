@@ -39,7 +39,7 @@ def check_tensor(value: Any, name: str) -> Tensor:
         refuse_parts(value, name)
         value = awaited(value)
     if value.layout is not torch.strided or value.is_meta or value.is_nested:
-        if value.is_meta and current_pretence() is not None:
+        if value.is_meta and not lacks_memory(value):
             return value  # type: ignore[no-any-return]
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
         kind = "nested" if value.is_nested else kind
@@ -76,8 +76,9 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def lacks_memory(tensor: Tensor) -> bool:
-    """True for a tensor on meta, which gets memory later; False on a pretended rank."""
-    return tensor.is_meta and current_pretence() is None
+    """True for a tensor on meta, which gets memory later, where a real rank has it there."""
+    pretence = current_pretence() if tensor.is_meta else None
+    return tensor.is_meta and (pretence is None or pretence.is_absent(tensor))
 
 
 def device_kind(tensor: Tensor) -> str:

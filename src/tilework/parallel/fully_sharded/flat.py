@@ -29,8 +29,10 @@ from tilework.comm.operations.internal import (
     empty_tensor,
     reduce_scatter_tensor,
 )
-from tilework.comm.per_call.internal import address_of
+from tilework.comm.per_call.internal import address_of, device_kind
 from tilework.cores import has_spare_core
+from tilework.dtensor import DTensor
+from tilework.dtensor.internal import local_tensor_of
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 
@@ -162,7 +164,8 @@ class Flat:
             shards = [shard_of[id(param)] for param in row.params]
             self._rows.append((row, shards, row.around(shards)))
         #: False where the gathering thread would only take the core from the computing thread.
-        self._overlaps = self.device.type != "cpu" or has_spare_core(self.ranks)
+        kind = device_kind(self.params[0].sharded)
+        self._overlaps = kind != "cpu" or has_spare_core(self.ranks)
 
     def _is_large(self, param: ShardedParam) -> bool:
         return param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
@@ -180,8 +183,10 @@ class Flat:
         """By parameter, the shard that is kept, or a shard in new memory."""
         pairs = list(zip(self.params, kept, strict=True))
         made = {}
+        first = self.params[0].sharded
+        like = local_tensor_of(first) if isinstance(first, DTensor) else first.detach()
         for row in self._rows_of([param for param, shard in pairs if shard is None]):
-            memory = _zeros(row.numel, self.dtype, self.device, self.shard_group)
+            memory = _zeros(row.numel, like, self.shard_group)
             for param, offset in zip(row.params, row.offsets, strict=False):
                 made[id(param)] = param.in_row(memory, offset, self.rank)
         return [(made[id(param)] if shard is None else shard).data for param, shard in pairs]
@@ -313,8 +318,8 @@ class Flat:
         return reduced
 
 
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
+def _zeros(numel: int, like: Tensor, group: ProcessGroup) -> Tensor:
     """Zeros; on the CPU in memory that operations of ``group`` read in place, without a copy."""
-    if device.type == "cpu":
-        return group.empty(numel, dtype=dtype).zero_()
-    return torch.zeros(numel, dtype=dtype, device=device)
+    if like.device.type == "cpu":
+        return group.empty(numel, dtype=like.dtype).zero_()
+    return like.new_zeros(numel)
