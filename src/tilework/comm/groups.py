@@ -6,6 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from tilework.comm.elastic.ticket_store import note_event as note_event
 from tilework.comm.making.group_plan import GroupPlan as GroupPlan
 from tilework.comm.making.group_plan import identity_on, told_to_all
 from tilework.comm.making.init_generation import InitGeneration
+from tilework.comm.making.meeting import counted
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.pretence import Pretence, current_pretence
 from tilework.comm.waits.cycles import notice_cycles
@@ -136,12 +138,20 @@ def init_process_group(
 
 def _pretend_world(world: World, pretence: Pretence, limit: timedelta, group_name: str) -> None:
     """Make the default group of a rank that has no peers, and a store of its own."""
-    store = HashStore(limit)
+    store, config = HashStore(limit), BackendConfig(Backend.PRETEND)
     world.owned_store = store
     ranks = tuple(range(pretence.ranks))
     name = group_name or DEFAULT_GROUP_NAME
+
+    def meet(place: int, there: Store) -> None:
+        with closing(World()) as other:
+            plan = _plan_world(other, there, place, len(ranks), config, limit, name)
+            if pretence.hosts > 1:  # else ranks introduce themselves in shared memory
+                plan.introduce(config)
+
+    pretence.meet((len(ranks),), lambda: counted(ranks, ranks, meet, 1))
     plan = GroupPlan(world, store, ranks, pretence.rank, name, limit)
-    world.default_group = plan.make(BackendConfig(Backend.PRETEND), None, fall_back=False)
+    world.default_group = plan.make(config, None, fall_back=False)
     world.seats = ranks
 
 
@@ -424,10 +434,19 @@ def new_group(
     if use_local_synchronization and me not in members:
         return None
     store = PrefixStore(name, record.store)
-    if pretence is None:
-        awaited = members if use_local_synchronization else record.group.global_ranks
-        wait = GroupWait(name, me, awaited, store, world.watch, list(world.records))
+    awaited = members if use_local_synchronization else record.group.global_ranks
+
+    def meet(place: int, there: Store) -> None:
+        wait = GroupWait(name, awaited[place], awaited, there, world.watch, list(world.records))
         _agree(wait, f"ranks {list(members)}, backend {config}", limit)
+        if pretence is not None and pretence.hosts > 1 and awaited[place] in members:
+            place = members.index(awaited[place])
+            GroupPlan(world, there, members, place, name, limit).introduce(config)
+
+    if pretence is None:
+        meet(awaited.index(me), store)
+    else:
+        pretence.meet((len(awaited), len(members)), lambda: counted(awaited, members, meet, 0))
     if me not in members:
         return NonMember(name, members)
     plan = GroupPlan(world, store, members, members.index(me), name, limit, group_desc or "")

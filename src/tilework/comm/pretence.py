@@ -6,7 +6,7 @@ Groups of such a rank are made on the backend ``pretend``, at once, without a me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,6 +45,22 @@ class PretendedCall(NamedTuple):
         return str(self.facts[0])
 
 
+class Meeting(NamedTuple):
+    """The cost of one meeting of ranks, in which nobody waits long enough to look around.
+
+    Attributes:
+        ranks: The global ranks that meet.
+        requests: The requests to the store, of all these ranks.
+        most: The most requests of a rank.
+        connections: The connections to the store that these ranks open.
+    """
+
+    ranks: tuple[int, ...]
+    requests: int
+    most: int
+    connections: int
+
+
 @dataclass(eq=False)
 class JobValues:
     """The values that pretended ranks of one job have sent, for the ranks that run later."""
@@ -56,6 +72,8 @@ class JobValues:
     known: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     #: Equal calls of all ranks are kept once.
     calls: dict[PretendedCall, PretendedCall] = field(default_factory=dict)
+    #: What meetings of some numbers of ranks cost, which is the same for all ranks.
+    meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
 
     def exchange(self, key: tuple[Any, ...], rank: int, value: Any) -> dict[int, Any]:
         """Give a plain value; return what others gave in the last pass, by rank in the group."""
@@ -103,8 +121,16 @@ class Pretence:
     is_early: bool = False
     #: Told of each call.
     listeners: list[Any] = field(default_factory=list)
+    #: The sizes of the meetings in which this rank has made groups, in order.
+    meetings: list[tuple[int, ...]] = field(default_factory=list)
     _lost: _Storages = field(default_factory=dict)
     _absent: _Storages = field(default_factory=dict)
+
+    def meet(self, sizes: tuple[int, ...], count: Callable[[], Meeting]) -> None:
+        """Note a meeting of ranks, counted once for all of the same sizes."""
+        if sizes not in self.job.meetings:
+            self.job.meetings[sizes] = count()
+        self.meetings.append(sizes)
 
     def note(self, call: PretendedCall) -> int:
         """Write down a call; return the place in :attr:`calls`."""

@@ -11,7 +11,7 @@ from tilework.plan.cluster import Cluster, memory_bytes
 from tilework.plan.job import PlannedJob, pretend
 from tilework.plan.measuring import measured_here
 from tilework.plan.mismatches import Mismatch
-from tilework.plan.report import AxisTraffic, Branch, Change, PlanReport, RankReport
+from tilework.plan.report import AxisTraffic, Branch, Change, PlanReport, RankReport, StartCost
 from tilework.plan.suggestions import ModelPlan, Suggestions, suggest
 from tilework.plan.timing import RankTime
 
@@ -26,6 +26,7 @@ __all__ = [
     "PlannedJob",
     "RankReport",
     "RankTime",
+    "StartCost",
     "Suggestions",
     "measured_here",
     "memory_bytes",

@@ -18,7 +18,7 @@ from tilework.plan.changes import changes_for
 from tilework.plan.cluster import Cluster
 from tilework.plan.kinds import kinds_of
 from tilework.plan.mismatches import mismatches_of
-from tilework.plan.report import AxisTraffic, Branch, PlanReport, RankReport
+from tilework.plan.report import AxisTraffic, Branch, PlanReport, RankReport, StartCost
 from tilework.plan.running import PretendedJob, RankRun, place_of, run_rank
 from tilework.plan.timing import RankTime, Workload, moving_seconds
 from tilework.plan.unknown import Decisions, RunAgain
@@ -182,6 +182,7 @@ class PlannedJob:
             len(calls) - len(mine),
             sum(len(call.ranks) > 1 and not call.is_async for call in mine),
             RankTime(work.seconds, moving, self.cluster.error),
+            StartCost.of(run.meetings, self.ranks),
             run.stopped,
             frozenset(run.assumed),
         )

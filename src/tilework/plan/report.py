@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tilework.comm.per_call.internal import Meeting
 from tilework.inspect import Peak
 from tilework.plan.cluster import Cluster
 from tilework.plan.mismatches import Mismatch
@@ -32,6 +33,42 @@ class AxisTraffic:
 
 
 @dataclass(frozen=True)
+class StartCost:
+    """What it costs to make the groups of a job whose ranks make as many as one rank that ran.
+
+    Counted by running the code of ranks that meet, without looks of ranks that wait for others.
+
+    Attributes:
+        groups: The groups that a rank makes.
+        requests: The requests of all ranks to the job's store, and ``most`` those of a rank.
+        connections: The connections of all ranks to the store.
+    """
+
+    groups: int = 0
+    requests: int = 0
+    most: int = 0
+    connections: int = 0
+
+    @classmethod
+    def of(cls, meetings: Sequence[Meeting], ranks: int) -> StartCost:
+        """The cost for ``ranks`` ranks, each of which is in such meetings."""
+        alike = [ranks // len(each.ranks) for each in meetings]
+        pairs = list(zip(meetings, alike, strict=True))
+        return cls(
+            len(meetings),
+            sum(each.requests * count for each, count in pairs),
+            sum(each.most for each in meetings),
+            sum(each.connections * count for each, count in pairs),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"starting: {count_text(self.groups, 'group')} of a rank, {self.requests:,} requests "
+            f"to the store (at most {self.most} of a rank), {self.connections:,} connections to it"
+        )
+
+
+@dataclass(frozen=True)
 class RankReport:
     """The report on a rank that ran, and stands for a kind of ranks.
 
@@ -42,6 +79,7 @@ class RankReport:
         checks: The number of collectives by which ranks only compare what they do.
         chain: The collectives and messages that wait for each other, in a row.
         time: The expected time.
+        start: What starting costs.
         stopped: The reason for which the rank stopped after it had left the job; "".
         assumed: What was assumed of values that only a real run has.
     """
@@ -52,6 +90,7 @@ class RankReport:
     checks: int
     chain: int
     time: RankTime
+    start: StartCost = field(default_factory=StartCost)
     stopped: str = ""
     assumed: frozenset[str] = frozenset()
 
@@ -213,6 +252,7 @@ class PlanReport:
             f"ranks",
             table,
             f"times are {note}",
+            str(max((each.start for each in self.kinds), key=lambda start: start.requests)),
         ]
 
     def _findings(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilework.comm.groups import init_process_group
-from tilework.comm.per_call.internal import JobValues, Pretence, PretendedCall, pretending
+from tilework.comm.per_call.internal import JobValues, Meeting, Pretence, PretendedCall, pretending
 from tilework.comm.world import World, current_world, own_world
 from tilework.errors import PretendError
 from tilework.mesh.internal import meshes_of_rank
@@ -42,6 +42,8 @@ class RankRun:
     rank: int
     calls: list[PretendedCall] = field(default_factory=list)
     meshes: list[PlacedMesh] = field(default_factory=list)
+    #: The meetings in which the rank has made groups.
+    meetings: list[Meeting] = field(default_factory=list)
     #: The result of the program.
     result: Any = None
     #: The reason for which the rank stopped after it had left the job; "" if it ran to the end.
@@ -111,6 +113,7 @@ def run_rank(
                 raise
             run.stopped = str(error)
         finally:
+            run.meetings = [job.values.meetings[sizes] for sizes in pretence.meetings]
             inside = [mesh for mesh in meshes.values() if mesh.get_coordinate() is not None]
             run.meshes = [PlacedMesh.of(mesh, rank) for mesh in inside]
             current_world().end()

@@ -19,7 +19,7 @@ from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.per_device import DispatchGroup
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
-from tilework.comm.elastic.registers import StoreRegisters, identity_key
+from tilework.comm.elastic.registers import Registers, StoreRegisters, identity_key
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.comm.waits.group import MEANS_ERRORS, GroupWait
 from tilework.comm.world import GroupRecord, World
@@ -105,19 +105,19 @@ class GroupPlan:
         backends = config.get_device_backend_map()
         backend = backends.get("cpu", next(iter(backends.values())))
         try:
-            self._introduce(group, backend)
+            group.registers = self.introduce(BackendConfig(backend), group.registers)
         except BaseException:
             group.close()
             raise
         return group, config, backend
 
-    def _introduce(self, group: ProcessGroup, backend: str) -> None:
+    def introduce(self, config: BackendConfig, registers: Registers | None = None) -> Registers:
         """Write this rank's identity into the group's registers, where other ranks look whether
         this rank has ended.
         """
-        if group.registers is None:
-            group.registers = StoreRegisters(PrefixStore(f"{self.name}/registers", self.store))
-        group.registers.write(identity_key(self.group_rank), identity_on(BackendConfig(backend)))
+        registers = registers or StoreRegisters(PrefixStore(f"{self.name}/registers", self.store))
+        registers.write(identity_key(self.group_rank), identity_on(config))
+        return registers
 
     def _make(self, config: BackendConfig, pg_options: Any, watch: Watch) -> ProcessGroup:
         by_device = config.get_device_backend_map()

@@ -88,10 +88,10 @@ class GroupWait:
         self.check([self.ranks[position] for position in missing])
 
     def roll(self) -> str:
-        """The identities of all ranks, as a text. The last rank to come reads them for the others,
-        because the store may end soon.
+        """The identities of all ranks, as a text, for the job's first group. The last rank to come
+        reads them for the others, because the store may end soon.
         """
-        return "" if self.watch is None else self.watch.roll()
+        return "" if self.watch is None or self.groups else self.watch.roll()
 
     def check(self, missing: Collection[int] | None = None) -> None:
         """Raise if waiting is futile. To be called repeatedly; limits the number of looks itself.
