@@ -142,8 +142,9 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
         store.set(f"control/{rank}", f"{port} {host}")
         token = bytes.fromhex(store.get("control/token").decode())
         try:
-            for peer in range(rank):
-                sockets[peer] = _call(store, rank, peer, token, deadline)
+            listed = store.multi_get([f"control/{peer}" for peer in range(rank)])
+            for peer, where in enumerate(listed):
+                sockets[peer] = _call(store, rank, where.decode(), token, deadline)
             with contextlib.closing(Door(listener, token, range(rank + 1, size))) as door:
                 while door.awaited:
                     came = door.admit(min(_LOOK_SECONDS, _left(deadline)))
@@ -168,8 +169,8 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
     return sockets
 
 
-def _call(store: Store, rank: int, peer: int, token: bytes, deadline: float) -> socket.socket:
-    port, host = store.get(f"control/{peer}").decode().split(" ", 1)
+def _call(store: Store, rank: int, where: str, token: bytes, deadline: float) -> socket.socket:
+    port, host = where.split(" ", 1)
     while True:
         try:
             sock = socket.create_connection((host, int(port)), min(_CALL_SECONDS, _left(deadline)))
