@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tilework.torch_backend
 from tests.jobs import Launcher, Rank
+from tilework.comm.forms import Operation
 
 dist: Any = torch.distributed  # which hides many of its names from type checkers
 N = 3
@@ -373,3 +374,25 @@ PROGRAMS = (
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_on_three_ranks(ranks: Launcher, program: Callable[[Rank], None]) -> None:
     ranks(N, program)
+
+
+def a_device_of_tilework(rank: Rank) -> tuple[tuple[str, ...], str]:
+    with rank.joined("cpu:tilework,cuda:tilework"):
+        whole: Any = dist.group.WORLD
+        ours = whole._get_backend(torch.device("cuda"))
+        assert whole._get_backend(torch.device("cuda")) is ours
+        dist.all_reduce(torch.ones(2))  # the CPU has a group of its own
+        group = ours.tilework_record.group
+        ours.barrier().wait()
+        with pytest.raises(RuntimeError) as caught:
+            group.start(Operation("barrier", root=rank.number))
+        return group.devices, str(caught.value)
+
+
+def test_calls_for_a_device_of_tilework_are_compared(
+    ranks: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWORK_BACKEND", "cpu:shm,cuda:gloo")
+    for devices, text in ranks(2, a_device_of_tilework):
+        assert devices == ("cuda",)
+        assert "they differ in root" in text

@@ -7,6 +7,7 @@ has one World, the variable's default, which all threads see.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import itertools
 import os
@@ -231,12 +232,19 @@ class World(_Slots):
         self.close()
 
     def close(self) -> None:
-        """Close every group, newest first, and the store. Idempotent, never waits for ranks.
+        """Close every group, newest first, and the store. Idempotent.
 
         Objects of :meth:`state` are asked to forget the groups, as by :meth:`succeed`.
+
+        Raises:
+            DistBackendError: A group's asynchronous operation failed, and no call has raised that.
         """
-        for known in reversed(list(self.records)):
-            self.forget(known)
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._end)
+            for known in list(self.records):
+                closing.callback(self.forget, known)
+
+    def _end(self) -> None:
         self._forget_groups()
         self.default_group, self.seats = None, ()
         self.group_count, self.local_counts = itertools.count(1), {}

@@ -31,11 +31,22 @@ _ENGINES: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 class OtherDevices:
-    """torch's engines for the devices of a group that are not the CPU. Only the group's ranks use
-    the store; the options are the user's for the engine.
+    """The engines for the devices of a group that are not the CPU: torch's own, and tilework's groups
+    that ``compared`` makes for a type of device. Only the group's ranks use the store; the options
+    are the user's for the engine.
     """
 
-    def __init__(self, group: Any, store: Any, timeout: timedelta, options: Any) -> None:
+    def __init__(
+        self,
+        group: Any,
+        store: Any,
+        timeout: timedelta,
+        options: Any,
+        compared: Callable[[str], Any],
+    ) -> None:
+        self._compared = compared
+        #: tilework's own groups, by device type.
+        self._ours: dict[str, Any] = {}
         self._store = store
         self._timeout = timeout
         self._options = options
@@ -59,11 +70,15 @@ class OtherDevices:
         """
         kind = device.type
         name = self.names(group).get(kind)
+        if name == "tilework":
+            if kind not in self._ours:
+                self._ours[kind] = self._compared(kind)
+            return self._ours[kind]
         if name is None or name not in _ENGINES:
             beside = f", and cannot be combined with {name!r}" if name else ""
             raise ValueError(
                 f"backend 'tilework' moves cpu tensors, got one on {device}{beside}; for both, "
-                f"use init_process_group('cpu:tilework,{kind}:nccl') or '…:gloo'"
+                f"use init_process_group('cpu:tilework,{kind}:tilework'), '…:nccl' or '…:gloo'"
             )
         if kind not in self._made:
             self._make(group, kind, name)
@@ -82,10 +97,14 @@ class OtherDevices:
 
     def shutdown(self) -> None:
         """Shut down the engines that were made."""
+        for ours in self._ours.values():
+            ours.shutdown()
         if self._made:
             self._plain.shutdown()
 
     def abort(self) -> None:
         """Abort the engines that were made."""
+        for ours in self._ours.values():
+            ours.abort()
         if self._made:
             self._plain.abort()

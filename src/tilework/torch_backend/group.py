@@ -149,8 +149,8 @@ _KEPT_WORKS = 64
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
-def _on_cpu(operation: _Operation) -> _Operation:
-    """Decorate an operation: it runs on CPU tensors; torch's own engines get all other tensors."""
+def _by_device(operation: _Operation) -> _Operation:
+    """Decorate an operation: it runs on tensors of the group's own device; others go elsewhere."""
     name = operation.__name__
     lists = name in ("allreduce", "broadcast")
 
@@ -159,7 +159,7 @@ def _on_cpu(operation: _Operation) -> _Operation:
             # torch turns these into a list and opts, and calls here again.
             return getattr(_c10d.ProcessGroup, name)(self, *args, **kwargs)
         tensor = _first_tensor(args)
-        if tensor is None or tensor.is_cpu:
+        if tensor is None or tensor.device.type == self._device:
             return self._kept(operation(self, *args, **kwargs))
         elsewhere = self._devices.group_for(self, tensor.device)
         known = name if hasattr(elsewhere, name) else _FORMER_NAMES[name]
@@ -194,6 +194,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         request: torch's description of the group.
         options: The caller's ``pg_options``, for tilework's backend or for the engine of other
             devices.
+        device: The type of the devices whose tensors this object moves.
     """
 
     # Asked of a backend by torch; this group is its own backend.
@@ -201,16 +202,18 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, request: Any, options: Any = None) -> None:
+    def __init__(self, request: Any, options: Any = None, device: str = "cpu") -> None:
         super().__init__(request.group_rank, request.group_size)
+        self._device = device
         self._name, self._desc = str(request.group_id), ""
         self._torch_store = request.store
         # A separate World: torch.distributed's groups are not tilework's.
         self._world = World(sink=current_world().sink)
         # Leaves the group when nobody holds this object any more, at the latest when Python ends.
         self._leave = weakref.finalize(self, self._world.close)
-        self._group = _make_group(self._world, request, options)
-        self._devices = OtherDevices(self, request.store, request.timeout, options)
+        self._group = _make_group(self._world, request, options, device)
+        compared = partial(TorchProcessGroup, request, options)
+        self._devices = OtherDevices(self, request.store, request.timeout, options, compared)
         self._block: list[TorchWork] | None = None
         self._handed_out: deque[TorchWork] = deque()
 
@@ -292,24 +295,24 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     # -- operations ----------------------------------------------------------------------
 
-    allreduce_coalesced = _on_cpu(coalesced("allreduce", is_nested=True))
-    allgather_coalesced = _on_cpu(coalesced("allgather", is_nested=True))
-    all_gather_single_coalesced = _on_cpu(coalesced("all_gather_single"))
-    reduce_scatter_single_coalesced = _on_cpu(coalesced("reduce_scatter_single"))
+    allreduce_coalesced = _by_device(coalesced("allreduce", is_nested=True))
+    allgather_coalesced = _by_device(coalesced("allgather", is_nested=True))
+    all_gather_single_coalesced = _by_device(coalesced("all_gather_single"))
+    reduce_scatter_single_coalesced = _by_device(coalesced("reduce_scatter_single"))
 
     # torch's own programs send [] into [1]: messages have a dtype and a number of elements.
 
-    @_on_cpu
+    @_by_device
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TorchWork:
         source = tensors[0].reshape(-1)
         start = partial(operations.isend, source, self._global(dst), self._group, tag)
         return self._run([], "isend", start)
 
-    @_on_cpu
+    @_by_device
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TorchWork:
         return self._receive(tensors, src=self._global(src), tag=tag)
 
-    @_on_cpu
+    @_by_device
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
         return self._receive(tensors, tag=tag)
 
@@ -323,7 +326,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         start = partial(operations.irecv, memory, group=self._group, **source)
         return self._run(tensors, "irecv", start, finish)
 
-    @_on_cpu
+    @_by_device
     def barrier(self, opts: Any = None) -> TorchWork:
         options = Options(timeout=time_limit(opts), asyncOp=is_async(opts))
         return TorchWork(self._group.barrier(options), self._group)
@@ -392,7 +395,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return [_CPU, *map(torch.device, self._devices.names(self))]
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type == "cpu":
+        if torch.device(device).type == self._device:
             return self
         try:
             return self._devices.group_for(self, torch.device(device))._get_backend(device)
@@ -444,7 +447,7 @@ def _add_collective(form: Form) -> None:
         return self._collective(form, args[:count], args[count] if args[count:] else opts)
 
     call.__name__ = _NAMES.get(form.method, form.method)
-    setattr(TorchProcessGroup, call.__name__, _on_cpu(call))
+    setattr(TorchProcessGroup, call.__name__, _by_device(call))
 
 
 for _form in FORMS.values():
@@ -454,15 +457,15 @@ for _new, _former in _FORMER_NAMES.items():
     setattr(TorchProcessGroup, _former, getattr(TorchProcessGroup, _new))
 
 
-def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
-    """Make tilework's group for ``request``. Collective over the group's ranks."""
+def _make_group(world: World, request: Any, options: Any, device: str) -> ProcessGroup:
+    """Make tilework's group for ``request`` and ``device``. Collective over the group's ranks."""
     rank, size, timeout = request.group_rank, request.group_size, request.timeout
     ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
     store = TorchStoreAdapter(request.store, timeout)
     # A store may outlive a group, and torch numbers groups from 0 after the last was destroyed.
-    generation = store.add(f"tilework/generations/{rank}", 1)
-    shared = PrefixStore(f"tilework/{generation}", store)
+    generation = store.add(f"tilework/generations/{device}/{rank}", 1)
+    shared = PrefixStore(f"tilework/{device}/{generation}", store)
     choice = os.environ.get("TILEWORK_BACKEND")
-    backend = BackendConfig(choice).get_device_backend_map().get("cpu")
+    backend = BackendConfig(choice).get_device_backend_map().get(device, "nccl")
     plan = GroupPlan(world, shared, ranks, rank, str(request.group_id), timeout)
-    return plan.make(BackendConfig(f"cpu:{backend}"), options, fall_back=choice is None)
+    return plan.make(BackendConfig(f"{device}:{backend}"), options, fall_back=choice is None)

@@ -63,6 +63,8 @@ class Engine(Protocol):
     takes_addresses: bool
     #: True if a completed message has arrived: no message is in flight unseen by this rank.
     sees_messages: bool
+    #: True if a failure of an asynchronous operation ends the group before anybody waits for it.
+    watches: bool
 
     def run(self, operation: Operation) -> None: ...
     def submit(self, operation: Operation) -> Completion: ...

@@ -55,11 +55,14 @@ _Message = TypeVar("_Message", bound=MatchedMessage)
 class MessageMatcher(Generic[_Message]):
     """The unmatched messages for one rank, and the rank's unmatched receives.
 
+    Without ``by_tag``, tags are ignored: messages between two ranks are in order.
+
     Receives are paired in the order posted, with messages in the order added. May be used from any
     thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_tag: bool = True) -> None:
+        self._by_tag = by_tag
         self._lock = threading.Lock()
         self._messages: list[_Message] = []
         self._receives: list[Receive] = []
@@ -69,7 +72,7 @@ class MessageMatcher(Generic[_Message]):
         receive, keep the message, and return None.
         """
         with self._lock:
-            receive = next((r for r in self._receives if _fits(message, r)), None)
+            receive = next((r for r in self._receives if self._fits(message, r)), None)
             if receive is None:
                 self._messages.append(message)
             else:
@@ -81,12 +84,16 @@ class MessageMatcher(Generic[_Message]):
         message, keep the receive, and return None.
         """
         with self._lock:
-            message = next((m for m in self._messages if _fits(m, receive)), None)
+            message = next((m for m in self._messages if self._fits(m, receive)), None)
             if message is None:
                 self._receives.append(receive)
             else:
                 self._messages.remove(message)
             return message
+
+    def _fits(self, message: MatchedMessage, receive: Receive) -> bool:
+        fits = receive.source in (ANY_SOURCE, message.source)
+        return fits and (receive.tag == message.tag or not self._by_tag)
 
     def has_receives(self) -> bool:
         """True if a receive waits for a message."""
@@ -117,7 +124,3 @@ def labels_fit(label: int, receive: Receive) -> bool:
     """
     known = ANY not in (label, receive.label) and receive.tensor.numel() > 0
     return label == receive.label or not known
-
-
-def _fits(message: MatchedMessage, receive: Receive) -> bool:
-    return receive.source in (ANY_SOURCE, message.source) and receive.tag == message.tag

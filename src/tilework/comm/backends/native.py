@@ -91,6 +91,8 @@ class NativeGroup(ProcessGroup):
 
     #: The types of devices whose tensors the engine takes.
     devices: tuple[str, ...] = ("cpu",)
+    #: False if the engine itself keeps memory until the data has moved.
+    holds_memory = True
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class NativeGroup(ProcessGroup):
         self.engine = engine
         self.timeout = seconds_of(timeout)
         self.flight = flight or Ring()
+        self.unseen_error: DistBackendError | None = None
+        self.failure_seen = False
         self._process = os.getpid()
 
     def getBackendName(self) -> str:
@@ -145,7 +149,7 @@ class NativeGroup(ProcessGroup):
         self._check_devices(source)
         title = f"send {label(source)} to rank {self.global_ranks[dst]} tag {tag}"
         slot = self.flight.begin(title, self.global_ranks[dst], tag, 2)
-        hold = hold_memory([source], [])
+        hold = hold_memory([source], []) if self.holds_memory else None
         if hold is not None and not self.engine.takes_addresses:
             source = at_held_address(source)
         call = MessageWork(self, title, Effects([], [], []), source, slot, hold)
@@ -163,7 +167,7 @@ class NativeGroup(ProcessGroup):
         effects = Effects([tensor], [tensor], operation.copy_back)
         peer = ANY_PEER if src < 0 else self.global_ranks[src]
         slot = self.flight.begin(title, peer, tag, 2)
-        hold = hold_memory([target, tensor], [target])
+        hold = hold_memory([target, tensor], [target]) if self.holds_memory else None
         if hold is not None and not self.engine.takes_addresses:
             target = at_held_address(target)
         call = MessageWork(self, title, effects, target, slot, hold)
@@ -192,7 +196,9 @@ class NativeGroup(ProcessGroup):
         event = self._event(operation) if profiling.profiled() else None
         if operation.is_async:
             title = provenance_digest.named(operation.describe())
-            hold = hold_operation(operation, only_read, self.engine.takes_addresses)
+            hold = None
+            if self.holds_memory:
+                hold = hold_operation(operation, only_read, self.engine.takes_addresses)
             call = EngineWork(self, title, effects, operation, slot, hold)
             return call.start(lambda: self.engine.submit(operation), event)
         try:
@@ -204,6 +210,7 @@ class NativeGroup(ProcessGroup):
         except self.engine.fault_type as fault:
             title = provenance_digest.named(operation.describe())
             error = self.explain(fault.args, title, call_site())
+            self.failure_seen = True
             self.note_failure(slot, error)
             raise error from None
         except self.engine.refusals as error:

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -36,6 +36,12 @@ class CallGroup(Protocol):
     def flight(self) -> Ring: ...
     @property
     def global_ranks(self) -> tuple[int, ...]: ...
+
+    #: The error of an operation that failed while nobody waited for it; and whether the program has
+    #: seen a failure of the group.
+    unseen_error: DistBackendError | None
+    failure_seen: bool
+
     def explain(self, fault: FaultArgs, title: str, site: str) -> DistBackendError:
         """Turn a fault of the engine into the error to raise on this rank. Unless the group is
         aborted or closed already, also abort it.
@@ -156,6 +162,7 @@ class NativeWork(Work):
             )
         self._finish()
         if self._error is not None:
+            self.group.failure_seen = True
             raise self._error
         return True
 
@@ -166,7 +173,10 @@ class NativeWork(Work):
         return done
 
     def exception(self) -> BaseException | None:
-        return self._error if self.is_completed() else None
+        if not self.is_completed() or self._error is None:
+            return None
+        self.group.failure_seen = True
+        return self._error
 
     def result(self) -> list[Tensor]:
         if not self.is_completed():
@@ -181,7 +191,9 @@ class NativeWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future()
+            # Who takes the value waits, on a stream, for the stream that completed the future.
+            devices = {tensor.device for tensor in self.outputs() if tensor.is_cuda}
+            self._future = torch.futures.Future(devices=[*devices])
         expect_callback()
         # Callbacks may wait for further operations, so they must not run on the thread that carries
         # the group's operations.
@@ -195,6 +207,8 @@ class NativeWork(Work):
         future = self._future
         assert future is not None
         try:
+            with contextlib.suppress(self.group.engine.fault_type):
+                self._completion.wait(-1.0)  # for data on a device's streams
             self._finish()
             if self._error is not None:
                 error: Any = self._error  # torch annotates it wrongly
@@ -204,9 +218,9 @@ class NativeWork(Work):
         finally:
             callback_ended()
 
-    def _finish(self) -> None:
+    def _finish(self, unseen: bool = False) -> None:
         """Settle an operation that has succeeded, or keep the error of an operation that has
-        failed. Only the first call has an effect.
+        failed. Only the first call has an effect. ``unseen``: nobody may wait for the operation.
         """
         with self._lock:
             if self._finished:
@@ -217,6 +231,8 @@ class NativeWork(Work):
             else:
                 self._error = self.group.explain(fault, self.title(), self.site())
                 self.group.note_failure(self._slot, self._error)
+                if unseen and fault[0] not in ("closed", "aborted"):
+                    self.group.unseen_error = self._error
             self._finished = True
             self.let_go()
 
@@ -266,6 +282,7 @@ class EngineWork(NativeWork):
         except self.group.engine.fault_type as fault:
             self._release_memory()
             error = self.group.explain(fault.args, self._title, self._site)
+            self.group.failure_seen = True
             self.group.note_failure(self._slot, error)
             raise error from None
         except BaseException as error:
@@ -274,7 +291,15 @@ class EngineWork(NativeWork):
             self.group.flight.end(self._slot, f"{type(error).__name__}: {error}")
             raise
         self.group.flight.follow(self._slot, self._completion)
+        if self.group.engine.watches:
+            here = copy_context()  # knows which rank this is
+            self._completion.add_done_callback(lambda: self._notice(here))
         return self
+
+    def _notice(self, here: Context) -> None:
+        """Explain a failure, and abort the group, although nobody may wait."""
+        if self._completion.fault() is not None:
+            run_soon(lambda: here.run(self._finish, True))
 
     def __del__(self) -> None:
         # Nobody waits for the operation any more: release the tensors as soon as it is done.

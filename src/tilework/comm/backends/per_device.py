@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -144,8 +145,9 @@ class DispatchGroup(ProcessGroup):
             end.abort(reason)
 
     def close(self) -> None:
-        for end in self.ends:
-            end.close()
+        with contextlib.ExitStack() as closing:
+            for end in reversed(self.ends):
+                closing.callback(end.close)
 
 
 def _device_of(values: Iterable[Any]) -> str | None:

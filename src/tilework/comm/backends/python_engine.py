@@ -32,6 +32,7 @@ class PythonEngine(ABC):
     refusals: tuple[type[Exception], ...] = ()
     takes_addresses = False
     sees_messages = False
+    watches = False
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         #: The thread that made the group.
@@ -95,7 +96,9 @@ class PythonEngine(ABC):
             self._entered += 1
             number = self._entered
             self.check_open()
-        return self._enqueue(operation, number)
+        completion = OwnCompletion(self.waits_of(operation, number))
+        self.enqueue(operation, completion)
+        return completion
 
     def is_owner(self) -> bool:
         return threading.current_thread() is self.owner
@@ -117,11 +120,13 @@ class PythonEngine(ABC):
             return None
         return self._waits_in, [rank for rank in range(self.size) if rank != self.rank]
 
-    def _enqueue(self, operation: Operation, number: int) -> PythonCompletion:
-        completion = _OwnCompletion(
-            partial(self._note_wait, number, operation.title or operation.kind),
-            partial(self._note_wait, 0),
-        )
+    def waits_of(self, operation: Operation, number: int) -> Waits:
+        """Functions that note the begin and the end of a wait for an operation."""
+        begin = partial(self._note_wait, number, operation.title or operation.kind)
+        return begin, partial(self._note_wait, 0)
+
+    def enqueue(self, operation: Operation, completion: PythonCompletion) -> None:
+        """Have the engine's thread run ``operation``, in the order of the calls."""
         with self._lock:
             self._queued += 1
             self._last_queued = completion
@@ -135,7 +140,6 @@ class PythonEngine(ABC):
                     # the handler's.
                     raise (error.__context__ or error) from None
         self._queue.put((operation, completion))
-        return completion
 
     def _work(self) -> None:
         for operation, completion in iter(self._queue.get, None):
@@ -153,7 +157,10 @@ class PythonEngine(ABC):
         """
         self._failed = self._failed or fault
         kind, ranks, detail = fault
-        if kind in ("peer_lost", "timeout"):  # every rank finds a mismatch by itself
+        if not self.watches and kind in (
+            "peer_lost",
+            "timeout",
+        ):  # every rank finds a mismatch by itself
             at_fault = ",".join(str(self._global_ranks[r]) for r in ranks)
             self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
 
@@ -227,12 +234,16 @@ class PythonEngine(ABC):
         self.release()
 
 
-class _OwnCompletion(PythonCompletion):
+#: Functions that note the begin and the end of a wait.
+Waits = tuple[Callable[[], None], Callable[[], None]]
+
+
+class OwnCompletion(PythonCompletion):
     """The completion of a collective, which reports waits without a limit."""
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, waits: Waits) -> None:
         super().__init__()
-        self._begin, self._end = begin, end
+        self._begin, self._end = waits
 
     def wait(self, timeout: float) -> bool:
         if timeout >= 0 or self.done():

@@ -77,6 +77,9 @@ class Link:
 class MeetingEngine(PythonEngine):
     """A rank's end of a group whose ranks compare headers before data moves."""
 
+    #: False if the link ignores the tags of messages.
+    matches_tags = True
+
     def __init__(self, hosts: Hosts, global_ranks: Sequence[int], connections: Connections) -> None:
         super().__init__(hosts.me, global_ranks)
         self.hosts = hosts
@@ -85,7 +88,7 @@ class MeetingEngine(PythonEngine):
         self._leaders = connections.leaders
         self._link: Link | None = connections.link
         self._link_name = connections.link.name
-        self._messages = PointToPoint(self)
+        self._messages = PointToPoint(self, self.matches_tags)
         self._changed = threading.Condition()
         self._performed = 0
         self._deadline = 0.0
@@ -227,7 +230,7 @@ class MeetingEngine(PythonEngine):
         if self.closed or kind == "closed":
             return ("closed", (self.rank,), "")
         on_host = None if self._shm is None else self._shm.aborted()
-        if kind == "aborted" and on_host is not None:
+        if on_host is not None:
             by, _, text = on_host[2].partition(":")
             self.note_abort(int(by), on_host[1], text)
         abortion = self.aborted()
@@ -342,6 +345,10 @@ class MeetingEngine(PythonEngine):
     def wake(self) -> None:
         self._control.wake()
 
+    def left_ranks(self) -> Sequence[int]:
+        """The ranks that left the group in good order."""
+        return [*self._left]
+
     def departed(self) -> Sequence[int]:
         return [*self._left, *self._died]
 
@@ -439,9 +446,14 @@ class MeetingEngine(PythonEngine):
             if self._ended_at is None:
                 self._ended_at = time.monotonic()
 
+    def may_wait(self) -> bool:
+        """True if waits on the link may be left when this rank leaves."""
+        return True
+
     def release(self) -> None:
         self._control.send_all(FrameKind.GOODBYE)
-        self.interrupt()
+        if self.may_wait():
+            self.interrupt()
         if self._shm is not None:
             self._shm.close()
         self._messages.end_receives()

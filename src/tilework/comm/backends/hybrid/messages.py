@@ -40,6 +40,8 @@ class TransferWaits:
 
     def __init__(self) -> None:
         self._idle = [_started()]
+        #: The outcomes of the waits that run.
+        self.running: set[_Outcome] = set()
         self._is_closed = False
 
     def run(self, wait: Callable[[], object], is_gone: Callable[[], bool]) -> RuntimeError | None:
@@ -60,6 +62,7 @@ class TransferWaits:
         except IndexError:
             tasks = _started()
         outcome: _Outcome = SimpleQueue()
+        self.running.add(outcome)
         tasks.put((wait, outcome))
         ended = False
         try:
@@ -71,6 +74,7 @@ class TransferWaits:
                     if is_gone():
                         return RuntimeError("the connection ended within a message")
         finally:
+            self.running.discard(outcome)
             if ended and not self._is_closed:
                 self._idle.append(tasks)
             else:
@@ -150,10 +154,10 @@ class _Announcement:
 class PointToPoint:
     """Sends and receives the messages of a rank."""
 
-    def __init__(self, transport: MessageTransport) -> None:
+    def __init__(self, transport: MessageTransport, by_tag: bool = True) -> None:
         self._transport = transport
         self._numbers = itertools.count()
-        self._matcher: MessageMatcher[_Announcement] = MessageMatcher()
+        self._matcher: MessageMatcher[_Announcement] = MessageMatcher(by_tag)
 
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
@@ -168,16 +172,26 @@ class PointToPoint:
             self._follow(self._transport.offer(tensor, dst, number, timeout), completion)
         else:
             completion.complete()
-        head = _ANNOUNCEMENT.pack(tag, number, tensor.nbytes, label)
-        self._transport.announce(dst, head + str(tensor.dtype).encode())
+        self.announce(tensor, dst, tag, label, number)
         return completion
 
+    def announce(self, tensor: Tensor, dst: int, tag: int, label: int = 0, number: int = 0) -> None:
+        """Announce ``tensor``, whose data is offered under ``number``, to ``dst``."""
+        head = _ANNOUNCEMENT.pack(tag, number, tensor.nbytes, label)
+        self._transport.announce(dst, head + str(tensor.dtype).encode())
+
     def receive(
-        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+        self,
+        tensor: Tensor,
+        src: int,
+        tag: int,
+        timeout: float,
+        label: int = 0,
+        completion: PythonCompletion | None = None,
     ) -> PythonCompletion:
         """Begin to receive a message from ``src`` (-1: any rank) into ``tensor``."""
         self._transport.check_open()
-        completion = PythonCompletion()
+        completion = completion or PythonCompletion()
         deadline = time.monotonic() + timeout
         receive = Receive(src, tag, tensor, timeout, deadline, completion, label)
         message = self._matcher.add_receive(receive)
@@ -219,6 +233,9 @@ class PointToPoint:
                 f"rank {message.source} sent {message.nbytes} bytes of {message.dtype}, rank "
                 f"{self._transport.rank} receives {expected.nbytes} bytes of {expected.dtype}"
             )
+            completion.complete(("mismatch", (message.source, self._transport.rank), why))
+        elif message.tag != receive.tag:
+            why = f"rank {message.source} sent tag {message.tag}, tag {receive.tag} is received"
             completion.complete(("mismatch", (message.source, self._transport.rank), why))
         elif not labels_fit(message.label, receive):
             why = f"rank {message.source} sent a tensor of another dtype or shape than is received"

@@ -55,6 +55,7 @@ class ShmEngine:
     refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
     takes_addresses = True
     sees_messages = True
+    watches = False
 
     def __init__(self, group: _core.Group, size: int) -> None:
         self.fault_type: type[Exception] = _core.Fault

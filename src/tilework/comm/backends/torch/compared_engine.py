@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from torch import Tensor
+
 from tilework.comm.backend import DistributedBackendOptions, core_error
-from tilework.comm.backends.engine_protocol import Fault
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
 from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.meeting_engine import (
     ASK_SECONDS,
@@ -24,6 +27,8 @@ from tilework.comm.backends.hybrid.meeting_engine import (
     MeetingEngine,
     connect_hosts,
 )
+from tilework.comm.backends.python_engine import OwnCompletion, Waits, poll
+from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
 from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import said_by
@@ -41,8 +46,12 @@ _FIRST_CALLS = 100
 _FORMAT = 1
 #: The time between looks of a thread that waits for data.
 _LOOK = timedelta(seconds=0.1)
+#: Seconds that explaining a failure takes at most.
+EXPLAIN_SECONDS = 2.0
 #: Words in errors of torch's engines: of a late rank, and of closed connections.
 _LATE = ("timed out",)
+#: Messages report their waits otherwise.
+_NO_WAITS: Waits = (lambda: None, lambda: None)
 _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
 
 
@@ -54,6 +63,7 @@ class ComparedEngine(MeetingEngine):
     """
 
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)
+    watches = True
 
     def __init__(
         self,
@@ -64,10 +74,16 @@ class ComparedEngine(MeetingEngine):
         connections: Connections,
     ) -> None:
         self.name, self.mover, self._amount = mover.name, mover, amount
+        self.matches_tags = mover.blocks
         self._moving = False
         #: Why the engine lacks an operation; "" if it has it. All ranks ask once they have agreed.
         self.refusal: Callable[[Operation], str] = lambda operation: ""
         super().__init__(hosts, global_ranks, connections)
+
+    def check_open(self) -> None:
+        if self._failed is not None:  # the abort that follows says more
+            poll(lambda: self.closed or self.aborted() is not None, EXPLAIN_SECONDS)
+        super().check_open()
 
     def perform(self, operation: Operation) -> None:
         self.begin(operation)
@@ -76,11 +92,9 @@ class ComparedEngine(MeetingEngine):
             if self._amount == _FIRST and count > _FIRST_CALLS and count % _FIRST_CALLS:
                 operation.provenance = 0
             self.meet(operation)
-        refusal = self.refusal(operation)
-        if refusal:
-            raise NotImplementedError(refusal)
         if not self.mover.blocks:
             return
+        self._refuse(operation)
         self._moving = True
         try:
             self._move(operation)
@@ -88,6 +102,11 @@ class ComparedEngine(MeetingEngine):
             raise self._explained(error) from error
         finally:
             self._moving = False
+
+    def _refuse(self, operation: Operation) -> None:
+        refusal = self.refusal(operation)
+        if refusal:
+            raise NotImplementedError(refusal)
 
     def _move(self, operation: Operation) -> None:
         if operation.kind not in SCANS:
@@ -127,9 +146,145 @@ class ComparedEngine(MeetingEngine):
     def is_moving(self) -> bool:
         return self._moving
 
+    # -- engines on streams --------------------------------------------------------------
+
+    def run(self, operation: Operation) -> None:
+        if self.mover.blocks:
+            super().run(operation)
+        else:
+            self.submit(operation).wait(-1.0)
+
+    def submit(self, operation: Operation) -> PythonCompletion:
+        """Start ``operation``. On an engine with streams data moves at once, and the engine's
+        thread compares; a wait is over when the calls of all ranks were compared, and the current
+        stream waits for the data.
+        """
+        if self.mover.blocks:
+            return super().submit(operation)
+        with self._lock:
+            self._entered += 1
+            number = self._entered
+        self.check_open()
+        waits = self.waits_of(operation, number)
+        if self.refusal(operation):
+            refused = OwnCompletion(waits)
+            self._compare(operation, refused)
+            refused.wait(-1.0)
+            self._refuse(operation)
+        completion = self._started(lambda: self.mover.call(operation), waits)
+        self._compare(operation, completion)
+        return completion
+
+    def _compare(self, operation: Operation, completion: PythonCompletion) -> None:
+        if self._amount == _OFF:
+            completion.complete()
+        else:
+            self.enqueue(operation, completion)
+
+    def _started(self, start: Callable[[], Any], waits: Waits = _NO_WAITS) -> StreamCompletion:
+        try:
+            return StreamCompletion(self, start(), waits)
+        except RuntimeError as error:
+            raise self._explained(error) from error
+
+    def isend(
+        self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
+        if self.mover.blocks:
+            return super().isend(tensor, dst, tag, timeout, label)
+        self.check_open()
+        memory = [as_bytes(tensor)]
+        completion = self._started(
+            lambda: self.mover.backend.send(memory, dst, tag) if tensor.nbytes else None
+        )
+        self._messages.announce(tensor, dst, tag, label)
+        completion.complete()  # the receiver compares
+        return completion
+
+    def irecv(
+        self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
+    ) -> PythonCompletion:
+        if self.mover.blocks:
+            return super().irecv(tensor, src, tag, timeout, label)
+        if src < 0:
+            raise NotImplementedError(f"backend {self.name!r} receives from a rank that is named")
+        self.check_open()
+        memory = [as_bytes(tensor)]
+        completion = self._started(
+            lambda: self.mover.backend.recv(memory, src, tag) if tensor.nbytes else None
+        )
+        return self._messages.receive(tensor, src, tag, timeout, label, completion)
+
+    def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion:
+        if self.mover.blocks:
+            return super().fetch(tensor, rank, number, timeout)
+        arriving = PythonCompletion()
+        arriving.complete()
+        return arriving
+
+    def failure_of(self, act: Callable[[], object]) -> FaultArgs | None:
+        """Run ``act``, a call into torch's engine; return the fault, or None."""
+        try:
+            act()
+            self.check_open()
+        except Fault as fault:
+            return fault.args
+        except RuntimeError as error:
+            why = self._explained(error)
+            return why.args if isinstance(why, Fault) else ("aborted", (self.rank,), str(why))
+        return None
+
+    def _give_up(self, number: int) -> None:
+        if self.mover.blocks:
+            super()._give_up(number)
+        elif not self.closed:
+            ranks = ",".join(str(self._global_ranks[rank]) for rank in self._died)
+            self.abort("peer_lost", f"{ranks};its process ended")
+
+    # -- the end -------------------------------------------------------------------------
+
+    def drain(self) -> bool:
+        """Wait until the calls so far were compared, on an engine with streams. True if one failed:
+        the explanation follows.
+        """
+        if not (self.mover.blocks or self.closed) and self._queued:
+            with contextlib.suppress(Fault):
+                self._last_queued.wait(-1.0)
+        return self._failed is not None
+
+    def may_wait(self) -> bool:
+        return bool(self._waits.running)
+
     def release(self) -> None:
         super().release()
         self.mover.release()
+
+
+class StreamCompletion(OwnCompletion):
+    """The completion of an operation on a device's streams: done if it was compared, and if the
+    data has moved.
+    """
+
+    def __init__(self, engine: ComparedEngine, work: Any, waits: Waits) -> None:
+        super().__init__(waits)
+        self._engine, self._work = engine, work
+
+    def done(self) -> bool:
+        if not super().done():
+            return False
+        if self._work is not None and self._fault is None:
+            if not self._work.is_completed():
+                return False
+            self._fault, self._work = self._engine.failure_of(lambda: None), None
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        if not super().wait(timeout):
+            return False
+        work = self._work
+        if work is not None:  # each wait is for the stream that is current then
+            self._fault = self._engine.failure_of(work.wait)
+        return super().wait(timeout)
 
 
 def _is_late(error: RuntimeError) -> bool:

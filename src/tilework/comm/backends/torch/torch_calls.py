@@ -97,15 +97,23 @@ def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
 
 
 class _Copied:
-    """torch's Work, with copies after it."""
+    """torch's Work, and copies to make once it is done."""
 
     def __init__(self, work: Any, targets: list[Tensor], came: Sequence[Tensor]) -> None:
-        self._work, self._targets, self._came = work, targets, came
+        self._work = work
+        self._pairs = [*zip(targets, came, strict=True)]
 
-    def wait(self, limit: timedelta) -> None:
-        self._work.wait(limit)
-        for part, came in zip(self._targets, self._came, strict=True):
+    def wait(self, *limit: timedelta) -> None:
+        self._work.wait(*limit)
+        pairs, self._pairs = self._pairs, []
+        for part, came in pairs:
             part.copy_(came)
+
+    def is_completed(self) -> bool:
+        done: bool = self._work.is_completed()
+        if done:
+            self.wait()
+        return done
 
 
 def _split(parts: Parts, size: int) -> list[Tensor]:

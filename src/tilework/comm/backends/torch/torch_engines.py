@@ -21,7 +21,8 @@ from torch import Tensor
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
-from tilework.comm.backends.torch.compared_engine import ComparedEngine, compared
+from tilework.comm.backends.python_engine import poll
+from tilework.comm.backends.torch.compared_engine import EXPLAIN_SECONDS, ComparedEngine, compared
 from tilework.comm.backends.torch.movers import Mover, StreamMover
 from tilework.comm.backends.torch.torch_calls import c10d, kind_of
 from tilework.comm.capabilities import Capability
@@ -57,11 +58,29 @@ class EngineGroup(NativeGroup):
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)
         self._authenticated = request.store.authenticated
         self.devices = request.devices or tuple(Backend.backend_capability[engine.name])
+        self.holds_memory = engine.mover.blocks
         engine.refusal = _refusal_of(weakref.ref(self))
 
     @property
     def authenticated(self) -> bool:
         return self._authenticated
+
+    def close(self) -> None:
+        """Leave the group.
+
+        Raises:
+            DistBackendError: An asynchronous operation failed, and no call has raised that. Ranks
+                that left before the operation was over are no failure.
+        """
+        if self.engine.drain():
+            poll(lambda: self.unseen_error is not None or self.failure_seen, EXPLAIN_SECONDS)
+        self.engine.close()
+        error, self.unseen_error = self.unseen_error, None
+        if error is None or self.failure_seen:
+            return
+        left = {self.global_ranks[rank] for rank in self.engine.left_ranks()}
+        if not (error.ranks and left.issuperset(error.ranks)):
+            raise error
 
     def refusal(self, operation: Operation) -> str:
         """Why the backend cannot run ``operation``; "" if it can."""
