@@ -24,7 +24,8 @@ from torch import Tensor
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.threads.reference import combine
-from tilework.comm.backends.torch.compared_engine import ComparedEngine, compared
+from tilework.comm.backends.torch.compared_engine import ComparedEngine
+from tilework.comm.backends.torch.comparing import compared
 from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import OF_TRUTH, kind_of
 from tilework.comm.backends.torch.torch_engines import EngineGroup

@@ -96,9 +96,7 @@ class PythonEngine(ABC):
             self._entered += 1
             number = self._entered
             self.check_open()
-        completion = OwnCompletion(self.waits_of(operation, number))
-        self.enqueue(operation, completion)
-        return completion
+        return self._enqueue(operation, number)
 
     def is_owner(self) -> bool:
         return threading.current_thread() is self.owner
@@ -125,8 +123,8 @@ class PythonEngine(ABC):
         begin = partial(self._note_wait, number, operation.title or operation.kind)
         return begin, partial(self._note_wait, 0)
 
-    def enqueue(self, operation: Operation, completion: PythonCompletion) -> None:
-        """Have the engine's thread run ``operation``, in the order of the calls."""
+    def _enqueue(self, operation: Operation, number: int) -> PythonCompletion:
+        completion = OwnCompletion(self.waits_of(operation, number))
         with self._lock:
             self._queued += 1
             self._last_queued = completion
@@ -140,6 +138,7 @@ class PythonEngine(ABC):
                     # the handler's.
                     raise (error.__context__ or error) from None
         self._queue.put((operation, completion))
+        return completion
 
     def _work(self) -> None:
         for operation, completion in iter(self._queue.get, None):

@@ -197,6 +197,18 @@ def test_gloo_finds_the_way_by_itself(hosts: Hosts) -> None:
     assert run_on_hosts(hosts, PAIRS, body, backend="gloo") == [6.0] * 4
 
 
+def test_calls_of_gloo_are_compared_across_hosts(hosts: Hosts) -> None:
+    def body(rank: int) -> str:
+        dist.barrier()
+        dtype = torch.int32 if rank == 3 else torch.float32
+        with pytest.raises(dist.CollectiveMismatchError) as caught:
+            dist.all_reduce(torch.ones(2, dtype=dtype))
+        return str(caught.value)
+
+    for text in run_on_hosts(hosts, PAIRS, body, backend="gloo"):
+        assert "ranks 0 to 2 called all_reduce float32 [2] SUM, rank 3 all_reduce int32" in text
+
+
 def test_a_cut_link_is_noticed_on_both_sides() -> None:
     with two_hosts() as cut:
 

@@ -84,11 +84,12 @@ def test_kill_9_at_a_random_moment(backend: str, seed: int, tmp_path: Path) -> N
             assert after == before
 
 
-def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["hybrid", "gloo"])
+def test_a_stopped_rank_is_named_when_the_time_is_up(backend: str, tmp_path: Path) -> None:
     limit = timedelta(seconds=1)
 
     def story(rank: int, say: Say) -> None:
-        store = join(rank, 4, tmp_path / "store")
+        store = join(rank, 4, tmp_path / "store", backend)
         dist.get_default_group().set_timeout(limit)
         say("ready")
         say(until_error(lambda turn: dist.barrier()))

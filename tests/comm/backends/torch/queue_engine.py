@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 import tilework.distributed as dist
 from tilework.comm.backends.threads.reference import combine
-from tilework.comm.backends.torch.compared_engine import compared
-from tilework.comm.backends.torch.movers import StreamMover
-from tilework.comm.backends.torch.torch_engines import EngineGroup
+from tilework.comm.backends.torch.comparing import compared
+from tilework.comm.backends.torch.movers import StreamMover, end_connections
+from tilework.comm.backends.torch.torch_engines import EngineGroup, make_gloo_backend
 from tilework.comm.per_call.callsite import in_library
 
 in_library[__file__] = True  # threads of engines call nothing
@@ -206,6 +207,29 @@ class QueueBackend:
             thread.join(0.0 if self.aborted else 30.0)
 
 
+class GlooQueue(QueueBackend):
+    """The same between processes: a stream runs Gloo's calls."""
+
+    def __init__(self, request: dist.DistributedBackendOptions) -> None:
+        self.aborted, self.streams = False, {}
+        self.gloo = make_gloo_backend(request, None)
+        self.end = partial(end_connections, self.gloo, request.group_rank, request.group_size)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in CALLED:
+            return super().__getattribute__(name)
+        method = getattr(self.gloo, name)
+        return lambda *args: self.queue(lambda: method(*args).wait(), name)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.end()
+
+
+#: The methods that run on the stream.
+CALLED = ("allreduce", "broadcast", "barrier", "send", "recv")
+
+
 def _copy(target: Tensor, source: Tensor) -> None:
     """Copy bytes, as many as both have: the engine compares nothing."""
     count = min(target.nbytes, source.nbytes)
@@ -231,6 +255,12 @@ def create_queue_group(request: dist.DistributedBackendOptions, options: object)
     return QueueGroup(compared(mover, request), request)
 
 
+def create_gloo_queue_group(request: dist.DistributedBackendOptions, options: object) -> QueueGroup:
+    mover = StreamMover(GlooQueue(request), request, "gloo_queue")
+    return QueueGroup(compared(mover, request), request)
+
+
 def register() -> None:
-    """Make ``backend="queue"`` work."""
+    """Make backends ``queue``, of threads, and ``gloo_queue``, of processes."""
     dist.Backend.register_backend("queue", create_queue_group, True, ["cpu"])
+    dist.Backend.register_backend("gloo_queue", create_gloo_queue_group, True, ["cpu"])

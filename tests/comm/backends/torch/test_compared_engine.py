@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 
 import tilework.distributed as dist
 from tests.comm.backends.torch.queue_engine import QueueGroup, register
+from tests.faults.forked_ranks import ForkedRanks, Say
+from tests.faults.workload import join, leave, until_error
 from tests.limits import PROMPTLY
 from tilework.comm.provenance_digest import carrying
 from tilework.testing import run_ranks
@@ -161,6 +165,31 @@ def test_a_late_rank_is_named_though_nobody_waits(backend: str) -> None:
     for late, text in ranks(2, body, backend):
         assert late == (1,)
         assert "rank 1 was last in: nothing yet" in text
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["in calls", "in silence"])
+def test_a_death_ends_the_group(calls: bool, tmp_path: Path) -> None:
+    def story(rank: int, say: Say) -> None:
+        store = join(rank, 3, tmp_path / "store", LIMIT, "gloo_queue")
+        group = dist.get_default_group()
+        all_reduces(3)
+        say("ready")
+        if rank == 1:
+            signal.pause()
+        if calls:
+            say(until_error(lambda turn: all_reduces(1)).ranks)
+        else:
+            while (error := group.why_aborted()) is None:
+                time.sleep(0.01)
+            say(error.ranks)
+        leave(store)
+
+    with ForkedRanks(3, story) as forked:
+        for rank in forked:
+            assert rank.hear() == "ready"
+        forked[1].kill()
+        for rank in forked.others(1):
+            assert rank.hear() == (1,)
 
 
 @ENGINES

@@ -363,6 +363,14 @@ class MeetingEngine(PythonEngine):
             if number > self._entered
         ]
 
+    def silent_ranks(self) -> tuple[int, ...]:
+        """The other ranks that do not answer now: their processes are stopped, or cut off."""
+        self._answers.clear()
+        self._control.send_all(FrameKind.QUESTION)
+        others = {*range(self.size)} - {self.rank}
+        poll(lambda: self.aborted() is not None or others <= {*self._answers}, ASK_SECONDS)
+        return tuple(sorted(others - {*self._answers}))
+
     # -- frames of the control channel ---------------------------------------------------
 
     def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None:

@@ -22,7 +22,8 @@ from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.python_engine import poll
-from tilework.comm.backends.torch.compared_engine import EXPLAIN_SECONDS, ComparedEngine, compared
+from tilework.comm.backends.torch.compared_engine import EXPLAIN_SECONDS, ComparedEngine
+from tilework.comm.backends.torch.comparing import compared
 from tilework.comm.backends.torch.movers import Mover, StreamMover
 from tilework.comm.backends.torch.torch_calls import c10d, kind_of
 from tilework.comm.capabilities import Capability
