@@ -31,9 +31,9 @@ _ENGINES: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 class OtherDevices:
-    """The engines for the devices of a group that are not the CPU: torch's own, and tilework's groups
-    that ``compared`` makes for a type of device. Only the group's ranks use the store; the options
-    are the user's for the engine.
+    """The engines for the devices of a group that are not the CPU: torch's own, and tilework's
+    groups, which ``compared`` makes for a type of device. Only the group's ranks use the store; the
+    options are the user's for the engine.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class PythonEngine(ABC):
             self.check_open()
         self._note_wait(number, operation.title or operation.kind)
         try:
-            unseen(self.perform)(operation)
+            _perform(self, operation)
         except Fault as fault:
             self._failed = fault.args
             raise
@@ -156,10 +156,8 @@ class PythonEngine(ABC):
         """
         self._failed = self._failed or fault
         kind, ranks, detail = fault
-        if not self.watches and kind in (
-            "peer_lost",
-            "timeout",
-        ):  # every rank finds a mismatch by itself
+        # Every rank finds a mismatch by itself.
+        if not self.watches and kind in ("peer_lost", "timeout"):
             at_fault = ",".join(str(self._global_ranks[r]) for r in ranks)
             self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
 
@@ -231,6 +229,11 @@ class PythonEngine(ABC):
             if worker is not threading.current_thread():
                 worker.join(_CLOSE_SECONDS)
         self.release()
+
+
+@unseen
+def _perform(engine: PythonEngine, operation: Operation) -> None:
+    engine.perform(operation)
 
 
 #: Functions that note the begin and the end of a wait.

@@ -155,6 +155,7 @@ def test_a_late_rank_is_named_though_nobody_waits(backend: str) -> None:
             work = started(dist.all_reduce(torch.ones(2), group=group, async_op=True))
             while not work.is_completed():
                 time.sleep(0.01)
+            assert isinstance(work.exception(), dist.CollectiveTimeoutError)
         else:
             while group.why_aborted() is None:
                 time.sleep(0.01)

@@ -448,20 +448,19 @@ class MeetingEngine(PythonEngine):
     def interrupt(self) -> None:
         self._control.wake()
         link = self._link
-        if link is not None:
+        if link is not None and self.may_wait():
             with self._ending:
                 link.end()
             if self._ended_at is None:
                 self._ended_at = time.monotonic()
 
     def may_wait(self) -> bool:
-        """True if waits on the link may be left when this rank leaves."""
+        """True if there may be waits on the link, which takes a moment to end."""
         return True
 
     def release(self) -> None:
         self._control.send_all(FrameKind.GOODBYE)
-        if self.may_wait():
-            self.interrupt()
+        self.interrupt()
         if self._shm is not None:
             self._shm.close()
         self._messages.end_receives()

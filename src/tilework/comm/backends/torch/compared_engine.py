@@ -147,7 +147,7 @@ class ComparedEngine(MeetingEngine):
         return self._failed is not None
 
     def may_wait(self) -> bool:
-        return bool(self._waits.running)
+        return self._moving or bool(self._waits.running)
 
     def release(self) -> None:
         super().release()

@@ -208,6 +208,9 @@ class StreamEngine(ComparedEngine):
             ranks = ",".join(str(self._global_ranks[rank]) for rank in self._died)
             self.abort("peer_lost", f"{ranks};its process ended")
 
+    def may_wait(self) -> bool:
+        return self.aborted() is not None
+
     def drain(self) -> bool:
         if not self.closed:
             with self._comparing:
