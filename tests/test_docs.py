@@ -41,7 +41,7 @@ TAB = re.compile(r" tab=\"[^\"]+\"$")
 FILE = re.compile(r'python tab="(\w+\.py)"')
 #: A command in a console, and what it prints.
 COMMAND = re.compile(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
-OTHER_LANGUAGES = {"bash", "console", "cpp", "diff", "json", "make", "text", "toml"}
+OTHER_LANGUAGES = {"bash", "console", "cpp", "diff", "json", "make", "text", "toml", "yaml"}
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 
 BLOCKS_OF = {page: blocks_of(page) for page in PAGES}

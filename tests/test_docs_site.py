@@ -81,7 +81,7 @@ FOUND = {
     "torchrun": "how-to/launch.md",
     "notebook": "how-to/notebooks.md",
     "Jupyter": "how-to/notebooks.md",
-    "slurm": "how-to/launch.md",
+    "slurm": "how-to/clusters.md",
     "resume checkpoint": "how-to/checkpoints.md",
     "safetensors": "how-to/checkpoints.md",
     "ColwiseParallel": "how-to/tensor-parallel.md",
