@@ -26,6 +26,7 @@ from tilework.parallel.comm_hooks.powersgd import (
     powerSGD_hook,
 )
 from tilework.parallel.comm_hooks.registration import DDPCommHookType, register_ddp_comm_hook
+from tilework.parallel.comm_hooks.slow_links import SlowLinks, slow_links_hook
 
 __all__ = [
     "BucketRecord",
@@ -36,6 +37,7 @@ __all__ = [
     "PostLocalSGDState",
     "PowerSGDState",
     "RecordState",
+    "SlowLinks",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
@@ -52,4 +54,5 @@ __all__ = [
     "quantization_pertensor_hook",
     "recording_hook",
     "register_ddp_comm_hook",
+    "slow_links_hook",
 ]

@@ -220,12 +220,22 @@ def quantization_perchannel_hook(
     return _quantised(buffer, padded.view(rows, bucket_size), group_or_default(process_group))
 
 
-def _quantised(buffer: Tensor, rows: Tensor, group: ProcessGroup) -> BucketFuture:
-    """Send ``rows``, views of ``buffer``, as 8-bit integers; it becomes the ranks' average."""
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit codes for the elements of each row, and a least value and a scale for each row."""
     low, high = rows.aminmax(dim=1, keepdim=True)
     scale = (high - low).clamp_min(torch.finfo(rows.dtype).tiny) / _LEVELS
     codes = ((rows - low) / scale).round_().clamp_(0, _LEVELS).to(torch.uint8)
-    constants = torch.cat([low, scale], dim=1)
+    return codes, torch.cat([low, scale], dim=1)
+
+
+def dequantise(codes: Tensor, constants: Tensor) -> Tensor:
+    """The values that :func:`quantise` has made ``codes`` and ``constants`` of, about."""
+    return codes.to(constants.dtype) * constants[:, 1:] + constants[:, :1]
+
+
+def _quantised(buffer: Tensor, rows: Tensor, group: ProcessGroup) -> BucketFuture:
+    """Send ``rows``, views of ``buffer``, as 8-bit integers; it becomes the ranks' average."""
+    codes, constants = quantise(rows)
     all_codes = codes.new_empty(group.size(), *codes.shape)
     all_constants = constants.new_empty(group.size(), *constants.shape)
     works = [
@@ -239,7 +249,7 @@ def _quantised(buffer: Tensor, rows: Tensor, group: ProcessGroup) -> BucketFutur
             work.wait()
         total = torch.zeros_like(rows)
         for code, constant in zip(all_codes, all_constants, strict=True):  # in the order of ranks
-            total += code.to(rows.dtype) * constant[:, 1:] + constant[:, :1]
+            total += dequantise(code, constant)
         mean = total.div_(group.size()).view(-1)[: buffer.numel()]
         return buffer.copy_(mean)
 

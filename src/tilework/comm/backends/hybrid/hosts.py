@@ -55,7 +55,7 @@ def _part(
     )
 
 
-def host_identity(request: DistributedBackendOptions) -> str:
+def host_identity(request: DistributedBackendOptions | None = None) -> str:
     """A string that is equal on ranks that may be able to share memory. Only ranks with equal
     strings try to.
     """
