@@ -20,6 +20,7 @@ from tilework.framed import (
     FrameReader,
     GarbageError,
     knock,
+    token_for,
 )
 
 TOKEN = b"a secret of the job"
@@ -131,3 +132,8 @@ def test_silent_strangers_hold_nobody_up() -> None:
             if number is not None:
                 knock(callers[0], TOKEN[3:], number)
         assert sorted(let_in(door)) == [1, 2]
+
+
+def test_a_token_takes_the_number_and_the_secret() -> None:
+    tokens = {token_for(nonce, secret) for nonce in (b"a", b"b") for secret in (None, b"c", b"d")}
+    assert len(tokens) == 6

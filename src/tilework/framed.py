@@ -240,6 +240,14 @@ def knock(sock: socket.socket, token: bytes, number: int) -> None:
     sock.sendall(token + _NUMBER.pack(number))
 
 
+def token_for(nonce: bytes, secret: bytes | None) -> bytes:
+    """The token of a door whose ``nonce`` is in a store: the job's secret goes into it, unsaid.
+
+    So who reads the store's traffic cannot come in.
+    """
+    return hmac.digest(secret or b"", nonce, "sha256")
+
+
 def other_user_of(peer: socket.socket) -> int | None:
     """The user of the process at the other end of a Unix socket, if it is not this process's user.
 

@@ -25,7 +25,7 @@ import torch
 import tilework.distributed as dist
 from tilework.comm.backends.machine import reachable_address
 from tilework.errors import DistError, DistNetworkError, DistStoreError
-from tilework.framed import Door, knock
+from tilework.framed import Door, knock, token_for
 from tilework.launch.doctor import ReportLine, seconds_for, show_report
 from tilework.launch.nodes import secret_bytes, version
 from tilework.store import PrefixStore, Store, StoreServer, TCPStore
@@ -192,14 +192,15 @@ def _interface_of(address: str) -> str:
 def _measure_all(store: Store, me: int, facts: Sequence[Facts]) -> list[LinkFigures]:
     """Measure the links between all hosts, each host with a single other at a time."""
     size = len(facts)
-    token = secrets.token_bytes(16)
+    nonce = secrets.token_bytes(16)
     family = socket.AF_INET6 if ":" in facts[me]["address"] else socket.AF_INET
     with socket.create_server((facts[me]["address"], 0), family=family) as listener:
-        where = {"port": listener.getsockname()[1], "token": token.hex()}
+        where = {"port": listener.getsockname()[1], "nonce": nonce.hex()}
         store.set(f"listens/{me}", json.dumps(where))
         ended = threading.Event()
         others = set(range(size)) - {me}
         with ThreadPoolExecutor(1) as pool:
+            token = token_for(nonce, store.secret)
             pool.submit(_answer_others, listener, token, others, ended)
             for turn, pairs in enumerate(rounds_of(size)):
                 for source, target in (*pairs, *((b, a) for a, b in pairs)):
@@ -237,7 +238,7 @@ def _measure(store: Store, facts: Sequence[Facts], me: int, target: int) -> Link
     with line:
         try:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            knock(line, bytes.fromhex(where["token"]), me)
+            knock(line, token_for(bytes.fromhex(where["nonce"]), store.secret), me)
             trips = [_round_trip(line) for _ in range(_TRIPS)]
             begun, sent = time.monotonic(), 0
             while time.monotonic() - begun < _SEND_SECONDS:

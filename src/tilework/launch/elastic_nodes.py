@@ -12,7 +12,7 @@ import time
 from typing import Final
 
 from tilework.errors import DistNetworkError, DistStoreError
-from tilework.framed import knock
+from tilework.framed import knock, token_for
 from tilework.launch.nodes import (
     ANSWER_SECONDS,
     PATIENCE,
@@ -105,7 +105,8 @@ def join_service(settings: LaunchSettings) -> Nodes:
         meeting = json.loads(store.get("link"))
         try:
             peer = socket.create_connection((host, meeting["port"]), ANSWER_SECONDS)
-            knock(peer, bytes.fromhex(meeting["token"]), store.add(CALLERS, 1))
+            token = token_for(bytes.fromhex(meeting["nonce"]), store.secret)
+            knock(peer, token, store.add(CALLERS, 1))
         except OSError as error:
             raise DistNetworkError(
                 f"cannot connect to the tilework store at {host}:{meeting['port']}: "

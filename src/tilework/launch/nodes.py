@@ -23,7 +23,7 @@ from importlib import metadata
 from typing import Any, Final, NamedTuple
 
 from tilework.errors import DistNetworkError, DistStoreError
-from tilework.framed import Door, FramedSocket, knock, tune_tcp
+from tilework.framed import Door, FramedSocket, knock, token_for, tune_tcp
 from tilework.launch.settings import LaunchSettings
 from tilework.store import PrefixStore, Store, StoreServer, TCPStore
 
@@ -365,11 +365,12 @@ class _Meeting:
         """On node 0: publish ``table``, and accept the connections of all other launchers."""
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((self._host, 0), family=family) as listener:
-            token = secrets.token_bytes(16)
+            nonce = secrets.token_bytes(16)
             port = listener.getsockname()[1]
-            store.set("link", json.dumps({"port": port, "token": token.hex()}))
+            store.set("link", json.dumps({"port": port, "nonce": nonce.hex()}))
             store.set("table", json.dumps(table))
             deadline = time.monotonic() + ANSWER_SECONDS
+            token = token_for(nonce, store.secret)
             with contextlib.closing(Door(listener, token, range(1, len(table["ranks"])))) as door:
                 while door.awaited and time.monotonic() < deadline:
                     for node, peer in door.admit(1.0).items():
@@ -385,7 +386,7 @@ class _Meeting:
         where = json.loads(store.get("link"))
         try:
             peer = socket.create_connection((self._host, where["port"]), ANSWER_SECONDS)
-            knock(peer, bytes.fromhex(where["token"]), self._me)
+            knock(peer, token_for(bytes.fromhex(where["nonce"]), store.secret), self._me)
         except OSError as error:
             raise DistNetworkError(
                 f"cannot connect to node 0 at {self._host}:{where['port']}: "

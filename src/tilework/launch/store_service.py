@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from tilework.errors import DistError
-from tilework.framed import Door
+from tilework.framed import Door, token_for
 from tilework.launch.nodes import FINISHED, JOINED, LOST, Message, NodeLink, secret_bytes
 from tilework.launch.seating import Seating, Seats
 from tilework.rendezvous.internal import EndedRanks
@@ -75,10 +75,10 @@ class _Service(NodeLink):
             self._store = stack.enter_context(contextlib.closing(client))
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             listener = stack.enter_context(socket.create_server((host, 0), family=family))
-            token = secrets.token_bytes(16)
-            door = Door(listener, token, range(1, _CALLERS_AHEAD))
+            nonce = secrets.token_bytes(16)
+            door = Door(listener, token_for(nonce, secret), range(1, _CALLERS_AHEAD))
             self._door = stack.enter_context(contextlib.closing(door))
-            where = {"port": listener.getsockname()[1], "token": token.hex()}
+            where = {"port": listener.getsockname()[1], "nonce": nonce.hex()}
             PrefixStore(PREFIX, client).set("link", json.dumps(where))
             self._stack = stack.pop_all()
         self._seating: Seating | None = None

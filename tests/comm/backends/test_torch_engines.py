@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -204,3 +207,13 @@ def test_a_process_that_a_rank_of_a_gloo_group_forks_ends() -> None:
         return worker.exitcode
 
     assert run_ranks(1, program, kind="processes", backend="gloo") == [0]
+
+
+def test_a_transport_that_this_gloo_lacks_is_named() -> None:
+    # In a process of its own: torch looks at the variable once.
+    code = "from tilework.comm.backends.torch import torch_engines as e; e._check_transport()"
+    environment = {**os.environ, "GLOO_DEVICE_TRANSPORT": "PIGEONS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "DistBackendError: GLOO_DEVICE_TRANSPORT is PIGEONS" in done.stderr

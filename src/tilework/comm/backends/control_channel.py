@@ -19,7 +19,7 @@ from typing import Protocol
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.elastic.watched_store import look
 from tilework.errors import DistBackendError, DistError
-from tilework.framed import Door, FramedSocket, knock, watch_closely
+from tilework.framed import Door, FramedSocket, knock, token_for, watch_closely
 from tilework.store import Store
 
 _CHUNK = 1 << 16
@@ -125,8 +125,8 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
     """Connect this rank to all other ranks; return the connections by group rank, whose timeouts
     the caller sets.
 
-    Collective; blocks until all ranks came. Only a process that read the group's token in the store
-    is let in.
+    Collective; blocks until all ranks came. Only a process that knows the job's secret, and has
+    read the group's nonce in the store, is let in.
 
     Raises:
         DistBackendError: Some ranks did not come in time, or cannot be reached.
@@ -140,7 +140,8 @@ def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, s
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
         host, port = listener.getsockname()[:2]
         store.set(f"control/{rank}", f"{port} {host}")
-        token = bytes.fromhex(store.get("control/token").decode())
+        nonce = bytes.fromhex(store.get("control/token").decode())
+        token = token_for(nonce, store.secret)
         try:
             listed = store.multi_get([f"control/{peer}" for peer in range(rank)])
             for peer, where in enumerate(listed):

@@ -200,6 +200,7 @@ def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -
         address: This host's address to listen at; None: Gloo finds an address.
     """
     store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
+    _check_transport()
     if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
         options = request.timeout
     else:
@@ -210,6 +211,22 @@ def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -
     # Gloo cannot connect to a rank that has left, as a rank may that only sends a message.
     store_based_barrier(rank, request.store, "connected", size, request.timeout)
     return gloo
+
+
+def _check_transport() -> None:
+    """Raise DistBackendError if this build of torch has not the transport that Gloo shall use."""
+    wanted = os.environ.get("GLOO_DEVICE_TRANSPORT")
+    if not wanted:
+        return
+    try:
+        c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    except RuntimeError as error:
+        if "unsupported gloo device" in str(error):
+            raise DistBackendError(
+                f"GLOO_DEVICE_TRANSPORT is {wanted}, which Gloo in this build of torch does not "
+                f"have: build torch with USE_GLOO_WITH_OPENSSL=1 for TCP_TLS, let "
+                f"TILEWORK_LINK=mpi send between hosts, or unset the variable"
+            ) from error
 
 
 def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:
