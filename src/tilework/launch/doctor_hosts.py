@@ -257,7 +257,7 @@ def _round_trip(line: socket.socket) -> tuple[float, float]:
     """Seconds of a round trip, and the seconds by which the other's clock is ahead."""
     sent, begun = time.time(), time.monotonic()
     line.sendall(b"?")
-    theirs = float(line.recv(32))
+    theirs = float(line.recv(32, socket.MSG_WAITALL))
     took = time.monotonic() - begun
     return took, theirs - (sent + took / 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
@@ -11,16 +10,16 @@ import sys
 import time
 from typing import Final
 
-from tilework.errors import DistNetworkError, DistStoreError
-from tilework.framed import knock, token_for
+from tilework.errors import DistStoreError
 from tilework.launch.nodes import (
-    ANSWER_SECONDS,
     PATIENCE,
     Message,
     NodeLink,
     NodePlace,
     Nodes,
     NodesError,
+    answers,
+    call,
     secret_bytes,
     store_url,
     version,
@@ -95,6 +94,8 @@ def join_service(settings: LaunchSettings) -> Nodes:
     where = f"{host}:{port}"
     text = os.environ.get("TILEWORK_SECRET", "")
     patience = settings.timeout or PATIENCE
+    if not answers(host, port):
+        print(f"tilework: waits for a `tilework store` at {where}", file=sys.stderr, flush=True)
     client = TCPStore(host, port, timeout=patience, secret=secret_bytes(text))
     with contextlib.closing(client), contextlib.ExitStack() as stack:
         store = PrefixStore(PREFIX, client)
@@ -102,17 +103,8 @@ def join_service(settings: LaunchSettings) -> Nodes:
             raise NodesError(
                 f"the store at {where} is no `tilework store`, which --nnodes MIN:MAX needs"
             )
-        meeting = json.loads(store.get("link"))
-        try:
-            peer = socket.create_connection((host, meeting["port"]), ANSWER_SECONDS)
-            token = token_for(bytes.fromhex(meeting["nonce"]), store.secret)
-            knock(peer, token, store.add(CALLERS, 1))
-        except OSError as error:
-            raise DistNetworkError(
-                f"cannot connect to the tilework store at {host}:{meeting['port']}: "
-                f"{error.strerror or error}. The ports between the hosts must be open"
-            ) from error
-        link = ServiceLink(peer, where)
+        number = store.add(CALLERS, 1)
+        link = ServiceLink(call(store, host, number, "the tilework store"), where)
         stack.callback(link.close)
         assert settings.elastic_nodes is not None
         nodes = ":".join(map(str, settings.elastic_nodes))

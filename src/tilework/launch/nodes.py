@@ -190,7 +190,7 @@ PATIENCE: Final = timedelta(minutes=10)
 #: Seconds until the first line about missing nodes; the interval then doubles.
 _FIRST_WORD_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 0.05
-ANSWER_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 30.0
 #: The time for other launchers to read why the job does not begin.
 _HEARD: Final = timedelta(seconds=2)
 
@@ -369,7 +369,7 @@ class _Meeting:
             port = listener.getsockname()[1]
             store.set("link", json.dumps({"port": port, "nonce": nonce.hex()}))
             store.set("table", json.dumps(table))
-            deadline = time.monotonic() + ANSWER_SECONDS
+            deadline = time.monotonic() + _ANSWER_SECONDS
             token = token_for(nonce, store.secret)
             with contextlib.closing(Door(listener, token, range(1, len(table["ranks"])))) as door:
                 while door.awaited and time.monotonic() < deadline:
@@ -378,21 +378,12 @@ class _Meeting:
             if door.awaited:
                 raise NodesError(
                     f"{_named(sorted(door.awaited))} came to the store of node 0, but did not "
-                    f"connect to its port {port} within {ANSWER_SECONDS:g} s. The ports between "
+                    f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports between "
                     f"the hosts must be open, and the launchers there must still run"
                 )
 
     def _connect(self, store: Store, link: NodeLink) -> None:
-        where = json.loads(store.get("link"))
-        try:
-            peer = socket.create_connection((self._host, where["port"]), ANSWER_SECONDS)
-            knock(peer, token_for(bytes.fromhex(where["nonce"]), store.secret), self._me)
-        except OSError as error:
-            raise DistNetworkError(
-                f"cannot connect to node 0 at {self._host}:{where['port']}: "
-                f"{error.strerror or error}. The ports between the hosts must be open"
-            ) from error
-        link.add(0, peer)
+        link.add(0, call(store, self._host, self._me, "node 0"))
 
     def _wait_until(self, condition: Any, waits: Any) -> None:
         word_at, gap = time.monotonic() + _FIRST_WORD_SECONDS, _FIRST_WORD_SECONDS
@@ -409,7 +400,7 @@ class _Meeting:
             time.sleep(_POLL_SECONDS)
 
     def _say(self, what: str, after: float) -> None:
-        if after or not _answers(self._host, self._port):
+        if after or not answers(self._host, self._port):
             print(
                 f"tilework: node {self._me} at {self._host}:{self._port} {what}",
                 file=sys.stderr,
@@ -431,7 +422,22 @@ def version() -> str:
         return "unknown"
 
 
-def _answers(host: str, port: int) -> bool:
+def call(store: Store, host: str, number: int, whom: str) -> socket.socket:
+    """A connection to the door whose port and nonce ``store`` has, as the caller ``number``."""
+    where = json.loads(store.get("link"))
+    try:
+        peer = socket.create_connection((host, where["port"]), _ANSWER_SECONDS)
+        knock(peer, token_for(bytes.fromhex(where["nonce"]), store.secret), number)
+    except OSError as error:
+        raise DistNetworkError(
+            f"cannot connect to {whom} at {host}:{where['port']}: {error.strerror or error}. The "
+            f"ports between the hosts must be open"
+        ) from error
+    return peer
+
+
+def answers(host: str, port: int) -> bool:
+    """True if somebody listens there."""
     try:
         socket.create_connection((host, port), 1.0).close()
     except OSError:

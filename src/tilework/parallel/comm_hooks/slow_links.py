@@ -150,7 +150,7 @@ class SlowLinks:
         return self._decoded(parts)
 
     def _encoded(self, rows: Tensor, key: tuple[object, int]) -> Sequence[Tensor]:
-        """What is sent of ``rows`` and of what was lost before."""
+        """The tensors to send for ``rows``, with what rounding lost before."""
         lost = self._lost.get(key) if self._feedback else None
         if lost is not None and lost.shape == rows.shape:
             rows = rows + lost
