@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,7 +116,8 @@ def test_hosts_that_differ_are_told_and_a_spare_one_waits(launch: Launch, addres
         other = launch.finish(node(launch, address, "1:3"))
         assert (other.status, "differ in --nnodes: this one 1:3" in other.err) == (1, True)
         spare = node(launch, address, "1:1", ranks=1)
-        time.sleep(1.0)
+        assert spare.stderr is not None
+        assert b"waits at" in spare.stderr.readline()
         (launch.folder / "end").touch()
         assert launch.finish(first).status == 0
         assert "the job ended before" in launch.finish(spare).err
