@@ -38,6 +38,9 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 
 #: The most that is reduced in one message; it is also what is held besides the gradients.
 _BUCKET_BYTES = 64 << 20
+_unflatten: Any = torch._C._nn.unflatten_dense_tensors
+#: So many elements are not worth memory of the group's.
+_FEW_ELEMENTS = 1 << 14
 #: Passes that raised leave their gradients behind: of more such passes, all are forgotten.
 _MOST_PASSES = 16
 
@@ -114,25 +117,25 @@ def _buckets(grads: list[PendingGrad]) -> list[list[PendingGrad]]:
 
 
 def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
-    first = bucket[0].grad
+    grads = [pending.grad for pending in bucket]
+    first = grads[0]
     if causes.watchers:
         spec = bucket[0].spec
-        causes.record_reduction(spec, spec.partial_axes, [grad.grad for grad in bucket])
-    sizes = [grad.grad.numel() for grad in bucket]
-    flat = (
-        group.empty(sum(sizes), dtype=first.dtype)
-        if first.device.type == "cpu"
-        else first.new_empty(sum(sizes))
-    )
-    torch.cat([grad.grad.reshape(-1) for grad in bucket], out=flat)
+        causes.record_reduction(spec, spec.partial_axes, grads)
+    numel = sum(grad.numel() for grad in grads)
+    if numel <= _FEW_ELEMENTS or first.device.type != "cpu":
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+    else:
+        flat = group.empty(numel, dtype=first.dtype)
+        torch.cat([grad.reshape(-1) for grad in grads], out=flat)
     counts = call_counts_of(bucket[0].spec.mesh)
     digest = hash((counts.passing, *[grad.digest for grad in bucket]))
     counts.note_gradient(digest)
     count = f"{len(bucket)} gradient{'s' * (len(bucket) != 1)}"
     with moving(digest, f"the reduction of {count}", TensorText(bucket[0].spec, first.dtype)):
         all_reduce(flat, group=group)
-    for pending, part in zip(bucket, torch.split(flat, sizes), strict=True):
-        grad = part.view(pending.grad.shape).data  # which counts writes to it alone
+    for pending, part in zip(bucket, _unflatten(flat, grads), strict=True):
+        grad = part.data  # which counts writes to it alone
         if pending.leaf.grad is None:
             pending.leaf.grad = grad
         else:
