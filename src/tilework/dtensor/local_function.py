@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+
 
 class LocalFunction(torch.autograd.Function):
     """A Function whose backward runs only if a gradient arrives; otherwise it returns None.
@@ -21,6 +23,9 @@ class LocalFunction(torch.autograd.Function):
     The ranks agree on that, since all ranks have the same graph. With several results, backward
     gets None for each result without a gradient. An inference tensor gives an inference tensor.
     """
+
+    # Local tensors need none of what ``local_graph.linking`` does for DTensors.
+    apply: Any = classmethod(getattr(_apply, "__wrapped__", _apply))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

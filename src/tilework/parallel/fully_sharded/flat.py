@@ -158,9 +158,14 @@ class Flat:
         self._reduce_dtype = policy.reduce_dtype
         self.shards = self._placed(kept)
         shard_of = dict(zip(map(id, self.params), self.shards, strict=True))
+        others = [param for param in self.params if not self._is_direct(param)]
+        if len(others) == 1 and others[0].is_even:  # it would share a collective with none
+            others = []
+        #: The places of parameters that are gathered without a row.
+        self._direct = [at for at, param in enumerate(self.params) if param not in others]
         #: The rows of gathers, each with the shards, and the memory if they lie there as a row.
         self._rows: list[tuple[Row, list[Tensor], Tensor | None]] = []
-        for row in self._rows_of([param for param in self.params if not self._is_direct(param)]):
+        for row in self._rows_of(others):
             shards = [shard_of[id(param)] for param in row.params]
             self._rows.append((row, shards, row.around(shards)))
         #: False where the gathering thread would only take the core from the computing thread.
@@ -211,11 +216,10 @@ class Flat:
         """
         async_op = async_op and self._overlaps
         gathering = self._empty()
+        for at in self._direct:
+            mine = self.shards[at].to(self.compute_dtype).contiguous()
+            self._start(gathering, gathering.fulls[at].view(-1), mine.view(-1), async_op)
         full_of = dict(zip(map(id, self.params), gathering.fulls, strict=True))
-        for param, shard in zip(self.params, self.shards, strict=True):
-            if self._is_direct(param):
-                mine = shard.to(self.compute_dtype).contiguous()
-                self._start(gathering, full_of[id(param)].view(-1), mine.view(-1), async_op)
         for row, parts, in_place in self._rows:
             mine = self._packed(row, parts) if in_place is None else in_place
             mine = mine.to(self.compute_dtype)

@@ -354,17 +354,19 @@ class Unit:
         """Let attribute access find the full parameters, with a new node in the graph. Local."""
         assert self._gathered is not None
         pairs = list(self._gathered.fulls)
-        fulls = {id(param): full.detach() for param, full in pairs}
         trained = [pair for pair in pairs if pair[0].local.requires_grad]
+        in_graph: dict[int, Tensor] = {}
         if trained and torch.is_grad_enabled():
             params = [param for param, _ in trained]
             ends = (partial(self._reduce_trained, self._gathered.flats), self._gather_again)
-            in_graph = GatherParameters.apply(  # type: ignore[no-untyped-call]
+            made = GatherParameters.apply(  # type: ignore[no-untyped-call]
                 ends, params, [full for _, full in trained], *[param.local for param in params]
             )
-            fulls.update(zip(map(id, params), in_graph, strict=True))
-        for param, _ in pairs:
-            value = fulls[id(param)]
+            in_graph = dict(zip(map(id, params), made, strict=True))
+        for param, full in pairs:
+            value: Any = in_graph.get(id(param))
+            if value is None:
+                value = full.detach()
             if param.tensor_parallel is not None:
                 value = wrap(value, param.tensor_parallel, digest_of(param.sharded))
             attributes = vars(param.sharded)
