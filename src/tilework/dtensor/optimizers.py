@@ -34,7 +34,7 @@ from tilework.dtensor.provenance.digests import (
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.dtensor.verify import compare_after_step
-from tilework.dtensor.views.places import count_writes
+from tilework.dtensor.views.places import count_write
 from tilework.models import ELEMENTWISE, is_per_element
 
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
@@ -207,7 +207,7 @@ def _note_step(
         memory.writes += 1
         memory.writer = "a step of an optimizer"
         written.append(param)
-    count_writes(written)
+    count_write(*written)
 
 
 def _mixed(seeds: list[Any], state: dict[str, Any]) -> int:

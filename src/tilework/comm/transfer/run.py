@@ -120,9 +120,8 @@ def single_run(
 ) -> Callable[[], object] | None:
     """The call that runs a plan as one collective; None if this rank's tensors do not allow it.
 
-    Local. For callers that compare ranks by themselves: if every rank has such a call, of equal
-    source, target and dtype, all may make it. The arguments are those of :func:`run_plan`, of new
-    or plain contiguous tensors.
+    Local. All ranks may call it if all have one, of equal source, target and dtype, which
+    :func:`run_plan` compares, but this does not.
     """
     if plan.reduces or plan.collective.kind == "none":
         return None

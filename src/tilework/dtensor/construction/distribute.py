@@ -84,39 +84,41 @@ def distribute_tensor(
         spec, facts = _checked(tensor, mesh, placements, order, src_data_rank)
         return facts
 
+    source, meta, sending = None, False, None
     if src_data_rank is None or mesh.size() == 1 or not mesh.here:
-        source, meta = None, bool(checked()["meta"])
+        meta = bool(checked()["meta"])
     else:
         group = mesh.axes_group(range(mesh.ndim))
         sending = _sending(tensor, mesh, placements, order, src_data_rank)
         with agreeing("distribute_tensor"):
-            is_quick = are_alike(0 if sending is None else sending.digest, group)
-            if sending is None or not is_quick:
+            if not are_alike(0 if sending is None else sending.digest, group):
+                sending = None
+            if sending is None:
                 what = "distribute_tensor got different arguments on ranks:"
                 facts = agree_equal(checked, group, what, own=_OWN)
-        if sending is not None and is_quick:
-            return _sent(tensor, sending)
-        source = _source(mesh, src_data_rank)
-        its = facts[group.global_ranks.index(source)]
-        meta = bool(its["meta"])
-        spec = spec and spec.with_strides(its["strides"])
+                source = _source(mesh, src_data_rank)
+                its = facts[group.global_ranks.index(source)]
+                meta = bool(its["meta"])
+                spec = spec and spec.with_strides(its["strides"])
+            else:
+                spec = sending.spec
     if spec is None:
         assert isinstance(tensor, DTensor)
         return tensor
     if not spec.takes_part:
         return wrap(empty_local(tensor), spec)
-    # Without a source each rank's values decide the digest.
-    digest = None if src_data_rank is None else _next_digest(spec)
-    with moving(digest or 0, "distribute_tensor", TensorText(spec, tensor.dtype)):
-        local = _local_shard(tensor.detach(), spec, source, meta)
+    digest = None
+    if src_data_rank is not None:  # otherwise each rank's values decide the digest
+        counts = call_counts_of(mesh)
+        counts.creations += 1
+        digest = hash((spec.digest, counts.creations))
+    with torch.no_grad(), moving(digest or 0, "distribute_tensor", TensorText(spec, tensor.dtype)):
+        if sending is None:
+            local = _local_shard(tensor.detach(), spec, source, meta)
+        else:
+            sending.call()
+            local = redistribute_local(sending.local, spec.dual, spec)
     return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
-
-
-def _next_digest(spec: DTensorSpec) -> int:
-    """The digest of the next tensor that a collective makes."""
-    counts = call_counts_of(spec.mesh)
-    counts.creations += 1
-    return hash((spec.digest, counts.creations))
 
 
 class _Sending(NamedTuple):
@@ -154,16 +156,6 @@ def _sending(
     except Exception:  # is raised on all ranks
         return None
     return None if call is None else _Sending(known[1], spec, local, call)
-
-
-def _sent(tensor: Tensor, sending: _Sending) -> DTensor:
-    """The distributed tensor. Collective."""
-    _, spec, local, call = sending
-    digest = _next_digest(spec)
-    with torch.no_grad(), moving(digest, "distribute_tensor", TensorText(spec, tensor.dtype)):
-        call()
-        local = redistribute_local(local, spec.dual, spec)
-    return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
 
 
 #: Facts that may differ by rank; the facts of the source rank count.

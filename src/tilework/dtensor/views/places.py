@@ -6,7 +6,7 @@ compares the versions of wrappers; the writes by way of other views are counted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -85,27 +85,22 @@ def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
-def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
-    """Note that a tensor is about to be written to, for tensors that a user's Function saved.
+def count_write(*tensors: DTensorBase, graded: bool | None = None) -> None:
+    """Note that tensors are about to be written to, for tensors that a user's Function saved.
     Local.
 
     Args:
-        tensor: The tensor.
-        graded: True if the write is recorded in the graph; None: if gradients are on.
+        tensors: The tensors.
+        graded: True if the writes are recorded in the graph; None: if gradients are on.
 
     Raises:
-        RuntimeError: The write is recorded, and the tensor is a view whose base was given other
+        RuntimeError: A write is recorded, and the tensor is a view whose base was given other
             data, or a moved view whose gradient has a hook, which torch would no longer call.
 
     C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. Writes in
     a Function's own ``forward`` precede saving, and do not count: forward-mode derivatives are off
     there.
     """
-    count_writes((tensor,), graded)
-
-
-def count_writes(tensors: Sequence[DTensorBase], graded: bool | None = None) -> None:
-    """As :func:`count_write`, for each of ``tensors``. Local."""
     is_on = _is_grad_enabled()
     if not (is_on or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
         return
