@@ -72,6 +72,19 @@ def test_each_rank_gets_its_part_of_the_first_ranks_values() -> None:
     run_ranks(4, program)
 
 
+def test_tensors_that_were_alike_before_are_compared_again() -> None:
+    def program(rank: int) -> None:
+        mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(6.0).view(2, 3)
+        for given in (whole, whole.t().contiguous().t() if rank else whole):
+            found = distribute_tensor(given, mesh, [Shard(0)])
+            assert found.stride() == (3, 1)
+            assert torch.equal(found.full_tensor(), whole)
+        with pytest.raises(ValueError, match="dtype"):
+            distribute_tensor(whole.double() if rank else whole, mesh, [Shard(0)])
+
+    run_ranks(2, program)
+
+
 def test_gradients_stay_with_the_parts() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (4,))

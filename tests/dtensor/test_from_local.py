@@ -56,6 +56,15 @@ LAYOUTS: list[tuple[tuple[int, ...], Sequence[int], Sequence[Placement], Sequenc
 ]
 
 
+def test_parts_that_are_uneven_later_are_noticed_by_all() -> None:
+    def program(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2,))
+        parts = [torch.ones(rows, 3) for rows in (2, 2 + rank, 2)]
+        return [DTensor.from_local(part, mesh, [Shard(0)]).shape[0] for part in parts]
+
+    assert run_ranks(2, program) == [[4, 5, 4]] * 2
+
+
 def test_the_whole_is_found_from_the_parts() -> None:
     """Where no shape is given; where one is, nothing is asked of others."""
 

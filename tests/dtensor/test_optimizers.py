@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor.internal import digest_of
+from tilework.errors import CollectiveMismatchError
 from tilework.testing import run_ranks
 
 VALUES = torch.arange(5.0) / 4
@@ -143,6 +145,23 @@ def test_hooks_that_are_registered_later_are_within() -> None:
 
     run_ranks(1, program)
     assert seen == [["exp_avg", "exp_avg_sq", "step"]] * 3
+
+
+def test_a_state_that_one_rank_has_written_parts_the_parameters() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        p = nn.Parameter(distribute_tensor(VALUES, mesh, [Shard(0)]))
+        optimizer = torch.optim.Adam([p])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        mean, square = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
+        assert digest_of(mean) != digest_of(square)
+        if rank:
+            mean.mul_(2)
+        optimizer.step()
+
+    with pytest.raises(CollectiveMismatchError):
+        run_ranks(2, program)
 
 
 def test_a_step_after_one_with_a_scaler_divides_by_no_scale() -> None:
