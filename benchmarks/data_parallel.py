@@ -152,7 +152,14 @@ class Group:
         self._library.destroy_process_group()
 
 
-def turn(library: Any, figures: Figures, way: str, rank: int, steps: int) -> tuple[float, float]:
+def clock(options: argparse.Namespace) -> float:
+    """Seconds: of the wall, or of the calling thread's work."""
+    return time.thread_time() if options.cpu else time.perf_counter()
+
+
+def turn(
+    library: Any, figures: Figures, way: str, rank: int, options: argparse.Namespace
+) -> tuple[float, float]:
     """Milliseconds of the quickest step on the slowest rank, and of construction."""
     make, width = MODELS[figures.model]
     torch.manual_seed(0)
@@ -164,42 +171,42 @@ def turn(library: Any, figures: Figures, way: str, rank: int, steps: int) -> tup
     data = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(rank))
     seconds = []
     loss = torch.zeros(())
-    for at in range(WARM_UP + steps):
+    for at in range(WARM_UP + options.steps):
         library.barrier()
-        began = time.perf_counter()
+        began = clock(options)
         loss = nn.functional.mse_loss(model(data), data)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
         if at >= WARM_UP:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock(options) - began)
     spent = torch.tensor([1000 * min(seconds), construction], dtype=torch.float64)
     library.all_reduce(spent, library.ReduceOp.MAX)
     total = loss.detach().clone()
     library.all_reduce(total)
     figures.losses[way] = total.item()
     if "FSDP" in way or way == "fully_shard":
-        figures.clipping.setdefault(way, []).append(clipping(library, model, way, steps))
+        figures.clipping.setdefault(way, []).append(clipping(library, model, way, options))
     return spent[0].item(), spent[1].item()
 
 
-def clipping(library: Any, model: nn.Module, way: str, steps: int) -> float:
+def clipping(library: Any, model: nn.Module, way: str, options: argparse.Namespace) -> float:
     """Milliseconds of the quickest clipping of gradients on the slowest rank."""
     clip = clip_grad_norm_ if way == "fully_shard" else nn.utils.clip_grad_norm_
     params, seconds = list(model.parameters()), []
-    for at in range(WARM_UP + steps):
+    for at in range(WARM_UP + options.steps):
         library.barrier()
-        began = time.perf_counter()
+        began = clock(options)
         total: Any = clip(params, 1e9)
         getattr(total, "full_tensor", total.clone)()
         if at >= WARM_UP:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock(options) - began)
     spent = torch.tensor(1000 * min(seconds), dtype=torch.float64)
     library.all_reduce(spent, library.ReduceOp.MAX)
     return spent.item()
 
 
-def bare_collectives(library: Any, figures: Figures, steps: int) -> float:
+def bare_collectives(library: Any, figures: Figures, options: argparse.Namespace) -> float:
     """Milliseconds of the quickest round of a step's collectives on the slowest rank."""
     ranks = library.get_world_size()
     numels = [
@@ -210,16 +217,16 @@ def bare_collectives(library: Any, figures: Figures, steps: int) -> float:
     fulls = [torch.ones(ranks * shard.numel()) for shard in shards]
     forth = list(zip(fulls, shards, strict=True))
     seconds = []
-    for at in range(WARM_UP + steps):
+    for at in range(WARM_UP + options.steps):
         library.barrier()
-        began = time.perf_counter()
+        began = clock(options)
         for full, shard in forth:
             library.all_gather_into_tensor(full, shard)
         for full, shard in reversed(forth):
             library.all_gather_into_tensor(full, shard)
             library.reduce_scatter_tensor(shard, full)
         if at >= WARM_UP:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock(options) - began)
     spent = torch.tensor(1000 * min(seconds), dtype=torch.float64)
     library.all_reduce(spent, library.ReduceOp.MAX)
     return spent.item()
@@ -237,9 +244,9 @@ def measure(rank: int, ranks: int, folder: Path, options: argparse.Namespace) ->
             for way in ways:
                 meetings += 1
                 with Group(WAYS[way][0], f"{folder}/{meetings}", rank, ranks) as library:
-                    step, construction = turn(library, figures, way, rank, options.steps)
+                    step, construction = turn(library, figures, way, rank, options)
                     if WAYS[way][1] is own_fsdp:
-                        figures.bare.append(bare_collectives(library, figures, options.steps))
+                        figures.bare.append(bare_collectives(library, figures, options))
                 figures.milliseconds.setdefault(way, []).append(step)
                 figures.construction.setdefault(way, []).append(construction)
         every.append(figures)
@@ -299,6 +306,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU time of the calling thread: for a busy machine"
+    )
     parser.add_argument("--json", type=Path, help="write every figure there")
     add_plot_option(parser)
     options = parser.parse_args()

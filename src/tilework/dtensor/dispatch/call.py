@@ -94,12 +94,7 @@ def add_to_key(
 ) -> bool:
     """Add an argument to the key, and its tensors to ``tensors``; True if it has no tensors.
 
-    Args:
-        arg: The argument.
-        key: The key so far.
-        tensors: The call's tensors so far.
-        seeds: Their digests, and numbers that are not in the key.
-        values_matter: True if the values of numbers belong to the key, not only their types.
+    The values of numbers belong to the key if they matter, else only their types.
     """
     if isinstance(arg, Tensor):
         _add_tensor(arg, key, tensors, seeds)
@@ -218,9 +213,7 @@ _WRITES_NOTHING = frozenset(
 def tracked(name: str, handler: Handler) -> Handler:
     """A handler whose collectives and results carry the digest of the operator and the operands.
 
-    Args:
-        name: torch's name of the operator; with a final "_" it writes to the first argument.
-        handler: Runs it.
+    A name with a final "_" is that of an operator that writes to the first argument.
     """
     own = stable_digest(name)
     writes = name.endswith("_") and not name.endswith("__")  # as __float__ does
@@ -335,12 +328,7 @@ DTensor._dispatch = staticmethod(dispatch)
 
 
 class Operator:
-    """An operator on DTensors.
-
-    Args:
-        entry: The operator's entry in the table.
-        in_place: True if the operator writes to the first argument.
-    """
+    """An operator on DTensors."""
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.name, self.in_place = entry, entry.name, in_place

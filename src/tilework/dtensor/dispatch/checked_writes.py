@@ -19,13 +19,7 @@ from tilework.tiled import entry_of
 
 
 def check_write(name: str, target: Any, others: Sequence[Any] = ()) -> None:
-    """Count a write, and raise before anything is written if it is refused. Local.
-
-    Args:
-        name: The operator.
-        target: Written to.
-        others: The operator's other arguments.
-    """
+    """Count a write, and raise before anything is written if it is refused. Local."""
     if target.__class__ is not DTensor:
         return
     count_write(target)
@@ -45,11 +39,6 @@ def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> Non
     may have several of these elements. If gradients are recorded, some views are refused, too:
     those made without gradients or together with others by one operator, which the graph does not
     see.
-
-    Args:
-        name: The operator.
-        target: Written to.
-        others: The operator's other arguments.
     """
     if not isinstance(target, DTensor):
         return
@@ -67,13 +56,7 @@ def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> Non
 
 
 def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> None:
-    """Raise, as torch does, if the graph would not see an operator's change of a view. Local.
-
-    Args:
-        name: The operator.
-        target: The tensor that it changes.
-        others: The operator's other arguments.
-    """
+    """Raise, as torch does, if the graph would not see an operator's change of a view. Local."""
     if target._viewed is None or not torch.is_grad_enabled():
         return
     made = _out_of_graph(target, others)
@@ -140,11 +123,7 @@ _READ_NUMBERS = frozenset({"fill", "masked_fill", "index_fill"})
 def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -> None:
     """Raise, as torch does, if an operator reads some of the memory that it writes. Local.
 
-    Args:
-        name: The operator.
-        target: The tensor that it writes.
-        other: The tensor that it reads.
-        out: True if the target is a result that was passed as ``out=``.
+    With ``out`` the target is a result that was passed as ``out=``.
     """
     if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):
         return
@@ -158,14 +137,7 @@ def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -
 
 
 def check_windows(name: str, target: Window, other: Window, same: bool = True) -> None:
-    """Raise, as torch does, if two windows of one memory overlap. Local.
-
-    Args:
-        name: The operator.
-        target: The window that is written.
-        other: The window that is read.
-        same: True if both windows may be the same elements in the same order.
-    """
+    """Raise, as torch does, if two windows of one memory overlap. Local."""
     if not (is_dense(target.size, target.strides) and is_dense(other.size, other.strides)):
         return
     start, its_start = target.offset, other.offset

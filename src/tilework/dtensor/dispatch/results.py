@@ -167,12 +167,7 @@ def result_outside(
 def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: int = 0) -> None:
     """Write the local tensor ``value`` of layout ``spec`` to ``target``, in the target's layout.
 
-    Args:
-        target: The tensor to write to. The caller must update the provenance.
-        value: The value's local tensor.
-        spec: The value's layout.
-        name: The operator's name.
-        digest: The value's provenance digest, if it is known.
+    The caller must update the provenance.
     """
     if spec.shape != target._spec.shape:
         raise RuntimeError(
@@ -189,13 +184,6 @@ def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: A
     The plain tensor has no layout: every rank writes the full values to a plain tensor. Single
     numbers, such as a norm that gradients are divided by, are replicated; otherwise a warning is
     given.
-
-    Args:
-        name: The operator's name.
-        func: Runs the operator on plain tensors.
-        draws: True if the operator draws random numbers, which must be the same on all ranks.
-        args: The arguments.
-        kwargs: The arguments by name.
 
     Raises:
         NotImplementedError: Within ``strict()``, if tensors are gathered; nothing is written.
@@ -250,13 +238,7 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
 
 
 def check_out(name: str, out: Tensor, value: Tensor) -> None:
-    """Raise RuntimeError, as torch does, if a result cannot be written to ``out=``. Local.
-
-    Args:
-        name: The operator.
-        out: Where it is to be written.
-        value: The result to be written there.
-    """
+    """Raise RuntimeError, as torch does, if a result cannot be written to ``out=``. Local."""
     if torch.is_grad_enabled() and (out.requires_grad or value.requires_grad):
         raise RuntimeError(
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "

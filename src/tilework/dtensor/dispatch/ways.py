@@ -79,12 +79,7 @@ _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def _in_float32(name: str, call: DTensorCall) -> Callable[[], Any] | None:
-    """A function that runs the call in float32; None if autocast leaves the operator's dtype.
-
-    Args:
-        name: The operator's name.
-        call: The operator's call, not in place.
-    """
+    """A function that runs the call in float32; None if autocast leaves the operator's dtype."""
     device = call.mesh.device_type
     if not torch.is_autocast_enabled(device) or not _is_in_float32(_kernel(name, call), device):
         return None
@@ -323,12 +318,7 @@ _WHOLE_SUMS = Finish.WHOLE_SUMS
 
 
 class Ways:
-    """Runs the calls of one operator on DTensors, each in the way that the call's sharding says.
-
-    Args:
-        entry: The operator's entry in the table.
-        in_place: True if the operator writes to the first argument.
-    """
+    """Runs the calls of one operator on DTensors, each in the way that the call's sharding says."""
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.in_place = entry, in_place

@@ -166,10 +166,6 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
 
     The digest is the same whether a rank has asked for the gradient before, or not.
 
-    Args:
-        tensor: The tensor.
-        grad: The tensor's ``grad`` now.
-
     Returns:
         The digest.
     """
@@ -195,15 +191,7 @@ def note_cleared(tensor: DTensorBase) -> None:
 
 
 def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:
-    """The digest of a call, without the digests of the tensors.
-
-    Args:
-        name: The operator's name.
-        names: The names of the arguments, in order.
-        args: The arguments.
-        kwargs: The arguments by name.
-        values: True to include numbers, not only the kinds of numbers.
-    """
+    """The digest of a call, without the digests of the tensors."""
     named = dict(zip([*names, *range(len(names), len(args))], args, strict=False))
     facts = {str(key): _facts(value, values) for key, value in (named | kwargs).items()}
     return stable_digest(name, sorted(facts.items()))
@@ -287,13 +275,7 @@ def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
 
 
 class TensorText:
-    """The text of a tensor that moves, made only when an error needs it.
-
-    Args:
-        spec: The layout.
-        dtype: The dtype.
-        target: The layout afterwards; None: unknown.
-    """
+    """The text of a tensor that moves, made only when an error needs it."""
 
     __slots__ = ("dtype", "spec", "target")
 
@@ -315,10 +297,7 @@ def carried(digest: int) -> int:
 def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carrying:
     """A context in which collectives carry a digest, mixed with the surrounding operator's.
 
-    Args:
-        digest: The digest of the tensor, and of the layout that it moves to.
-        operator: The operator or method for errors; a surrounding operator has precedence.
-        tensor: The text of the tensor for errors.
+    In errors a surrounding operator has precedence over ``operator``.
     """
     return carrying(carried(digest), operator, tensor)
 

@@ -46,11 +46,7 @@ class _Memory(NamedTuple):
 class BucketMemory:
     """The memory of one bucket, where each gradient has a place, numbered from 0.
 
-    Args:
-        tensors: The tensors with gradients, of one device; meta tensors take no memory.
-        dtype: The dtype of the reduction.
-        group: The ranks that reduce them.
-        keeps_views: True if gradients are views of the bucket, which is then never replaced.
+    With ``keeps_views`` gradients are views of the bucket, which is then never replaced.
     """
 
     def __init__(

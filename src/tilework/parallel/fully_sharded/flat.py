@@ -63,11 +63,7 @@ class Row:
         return self.offsets[-1]
 
     def around(self, shards: Sequence[Tensor]) -> Tensor | None:
-        """The memory in which a rank's shards lie as this row; None if they do not.
-
-        Args:
-            shards: By parameter, the shard.
-        """
+        """The memory in which a rank's shards lie as this row; None if they do not."""
         first, begin = shards[0], shards[0].storage_offset()
         storage = first.untyped_storage()
         is_row = begin + self.numel <= storage.nbytes() // first.itemsize and all(
@@ -211,8 +207,7 @@ class Flat:
     def gather(self, async_op: bool) -> Gathering:
         """Start to gather the full parameters. Collective over the sharding group.
 
-        Args:
-            async_op: Return at once if another core can gather; ``finish`` of the result waits.
+        With ``async_op`` it returns at once if another core can gather; ``finish`` waits.
         """
         async_op = async_op and self._overlaps
         gathering = self._empty()

@@ -87,23 +87,12 @@ class ShardedParam:
         return full.narrow(self.dim, offsets_of(self.sizes)[rank], self.sizes[rank])
 
     def in_row(self, row: Tensor, offset: int, rank: int) -> Tensor:
-        """The shard of ``rank`` as a view of ``row``, the flat memory of several shards of a rank.
-
-        Args:
-            row: The memory.
-            offset: The first element of the shard in the memory.
-            rank: The number within the sharding group.
-        """
+        """The shard of ``rank`` as a view of ``row``, the memory of several shards of a rank."""
         shape = self.shard_shapes[rank]
         return row[offset : offset + math.prod(shape)].view(shape)
 
     def shards_and_parts(self, shards: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of the same elements, for copies: in the ranks' shards, and in the tensor.
-
-        Args:
-            shards: A row for each rank, padded to the largest shard.
-            full: The full tensor.
-        """
+        """Pairs of views of the same elements: in all ranks' padded shards, and in the tensor."""
         ranks = len(self.sizes)
         if self.is_even and full.is_contiguous():
             return [(shards, full.view(ranks, self.padded))]
@@ -124,13 +113,7 @@ def sharded_param(
 ) -> ShardedParam:
     """The description of a parameter on a mesh. Values are not looked at. Local.
 
-    Args:
-        name: The parameter's name.
-        places: The modules and attributes that hold it.
-        parameter: The full parameter: plain, or a DTensor of tensor parallelism.
-        mesh: One axis: shard along it. Two: replicate along the first.
-        dim: The dim to shard, not negative.
-        on_mesh: True for a DTensor that lies on the mesh already, in any layout.
+    With ``on_mesh`` it is a DTensor that lies on the mesh already, in any layout.
 
     Raises:
         TypeError: The parameter is a DTensor of torch.distributed.tensor.

@@ -167,10 +167,6 @@ class ModuleTables:
     """The tables of submodules and parameters of the modules of a unit.
 
     Modules that were given to fully_shard separately are left out.
-
-    Args:
-        modules: The modules of the unit.
-        ignored: Parameters to leave as they are, and parameters that later take their places.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
@@ -256,11 +252,6 @@ def take_over(
 
     Full parameters become sharded. Parameters that are sharded already are taken in whatever
     memory, dtype or layout they were given, and stay in that memory: aliases stay aliases.
-
-    Args:
-        tables: The modules.
-        before: The modules' parameters at the last call.
-        owner: The unit.
 
     Raises:
         CollectiveMismatchError: A full parameter is not the same on all ranks; on every rank.

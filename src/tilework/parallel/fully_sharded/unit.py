@@ -182,9 +182,6 @@ def as_program(units: Sequence[Unit]) -> Iterator[None]:
     """A context for recording a function, in which each pass gathers and reduces all. Collective.
 
     At the beginning it reduces the gradients that wait, and frees full parameters.
-
-    Args:
-        units: The units of the function that is recorded.
     """
     settings = [(unit.reduction, replace(unit.reduction)) for unit in units]
     for unit in units:
@@ -298,11 +295,7 @@ class Unit:
     # -- phases ------------------------------------------------------------------------------
 
     def start_gather(self, async_op: bool = True) -> None:
-        """Start to gather, unless that was done already. Collective.
-
-        Args:
-            async_op: Return at once; :meth:`gather` waits.
-        """
+        """Start to gather, unless that was done already. Collective."""
         if self._gathered is None:
             self._gathered = self._new_gathered(self.flats, async_op)
 
