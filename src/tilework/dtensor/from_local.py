@@ -79,23 +79,30 @@ def spec_from_local(
         return _checked(local, spec_of(mesh, placements, shape or local.shape, order), None)
     group = mesh.axes_group(range(mesh.ndim))
     make = partial(_facts, local, mesh, placements, shape, order, run_check)
+    infer = partial(_spec_from_facts, mesh=mesh, placements=placements, shape=shape, order=order)
     with agreeing("from_local"):
         if run_check:
-            return _spec_from_facts(agree(make, group), mesh, placements, shape, order)
+            return infer(agree(make, group))
         kind = "from_local", *placements, None if order is None else tuple(order)
         key = kind, local.shape, local.dtype, local.requires_grad
         digest, spec = mesh.specs.get(key) or (_digest_of(make), None)
-        if are_alike(digest, group) and digest:
-            if spec is None:
-                spec = _spec_from_facts([make()] * group.size(), mesh, placements, shape, order)
-                mesh.specs[key] = digest, spec
-        else:
-            facts = agree(make, group)
-            spec = mesh.specs.get((kind, tuple(facts)))
-            if spec is None:
-                spec = _spec_from_facts(facts, mesh, placements, shape, order)
-                mesh.specs[kind, tuple(facts)] = spec
+        if not (are_alike(digest, group) and digest):
+            spec = _inferred_from(agree(make, group), kind, mesh, infer)
+        elif spec is None:
+            spec = infer([make()] * group.size())
+            mesh.specs[key] = digest, spec
     compare_replicas(local, spec)
+    return spec
+
+
+def _inferred_from(
+    facts: Sequence[_Facts], kind: Any, mesh: DeviceMesh, infer: Callable[[Any], DTensorSpec]
+) -> DTensorSpec:
+    """The layout that follows from the facts of ranks, which differ."""
+    key = kind, tuple(facts)
+    spec: DTensorSpec | None = mesh.specs.get(key)
+    if spec is None:
+        spec = mesh.specs[key] = infer(facts)
     return spec
 
 

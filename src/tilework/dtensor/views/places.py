@@ -106,26 +106,32 @@ def count_write(*tensors: DTensorBase, graded: bool | None = None) -> None:
         return
     if graded is None:
         graded = is_on
-    number, changed = next_number(), []
+    number = next_number()
+    changed: list[DTensorBase] = []
     for tensor in tensors:
-        memory = tensor._memory or own_memory(tensor)
-        in_graph = graded and tensor._local_tensor.requires_grad
-        while True:
-            if tensor._made_without_grad or holders(tensor) > 1:
-                changed.append(tensor)
-            viewed = tensor._viewed
-            if viewed is None or viewed[2] is data_of:
-                break
-            if in_graph and tensor._view_of is not None and is_moved(tensor):
-                _check_hooks(tensor)
-            if graded and viewed[0]._spec is not viewed[1]:
-                _check_in_place(tensor, viewed[0])
-            tensor = viewed[0]
+        memory = own_memory(tensor)
+        _check_and_add(tensor, graded, changed)
         memory.written_at = number
         if memory.taken:
             changed += living(memory.taken)
     if changed:
         _increment_version(changed)
+
+
+def _check_and_add(tensor: DTensorBase, graded: bool, changed: list[DTensorBase]) -> None:
+    """Add a tensor, and those that it is a view of, to those with a changed version."""
+    in_graph = graded and tensor._local_tensor.requires_grad
+    while True:
+        if tensor._made_without_grad or holders(tensor) > 1:
+            changed.append(tensor)
+        viewed = tensor._viewed
+        if viewed is None or viewed[2] is data_of:
+            return
+        if in_graph and is_moved(tensor):
+            _check_hooks(tensor)
+        if graded and viewed[0]._spec is not viewed[1]:
+            _check_in_place(tensor, viewed[0])
+        tensor = viewed[0]
 
 
 def _check_hooks(tensor: DTensorBase) -> None:
