@@ -31,7 +31,8 @@ class Environment:
 def two_hosts() -> None:
     """Take ranks 0 and 1 for one host, and the others for another."""
 
-    def identity(request: DistributedBackendOptions) -> str:
+    def identity(request: DistributedBackendOptions | None = None) -> str:
+        assert request is not None
         return f"host {request.global_ranks_in_group[request.group_rank] // 2}"
 
     hosts.host_identity = identity

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+#: torch's own classmethod, in Python or (from torch 2.14) in C++.
+torch_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
 class LocalFunction(torch.autograd.Function):
@@ -25,7 +26,7 @@ class LocalFunction(torch.autograd.Function):
     """
 
     # Local tensors need none of what ``local_graph.linking`` does for DTensors.
-    apply: Any = classmethod(getattr(_apply, "__wrapped__", _apply))
+    apply: Any = torch_apply
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -185,7 +185,7 @@ def awaited_in_graph(local: Tensor) -> Tensor:
     if type(local) is Tensor or not hasattr(local, "trigger_wait"):
         return local
     if local.requires_grad and torch.is_grad_enabled():
-        return _Awaited.apply(local)  # type: ignore[no-any-return, no-untyped-call]
+        return _Awaited.apply(local)  # type: ignore[no-any-return]
     return awaited(local)
 
 
@@ -217,7 +217,7 @@ def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Se
         local, mesh, placements, run_check=False, shape=spec.size, stride=spec.strides
     )
     if tensor.requires_grad:
-        return _ToTorch.apply(tensor, local.detach())  # type: ignore[no-untyped-call]
+        return _ToTorch.apply(tensor, local.detach())
     return _counted_as(local, tensor)
 
 

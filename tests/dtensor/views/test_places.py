@@ -14,7 +14,7 @@ from tests.rounding import assert_close
 from tests.tables import each
 from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.local_function import torch_apply
 from tilework.testing import run_ranks
 
 X = torch.arange(6.0).view(3, 2) + 1
@@ -303,7 +303,7 @@ def test_writes_that_torch_does_not_count_are_not_refused(write: Callable[[Tenso
 
 
 def test_a_function_that_goes_past_the_wrapper_is_linked_late_or_refused() -> None:
-    past: Any = local_graph._apply.__get__(None, Tripled)  # kept before tilework's import
+    past: Any = torch_apply.__get__(None, Tripled)  # kept before tilework's import
 
     def on_rank(rank: int) -> None:
         x: Any = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])

@@ -84,7 +84,7 @@ def shard_expanded(
     the shard.
     """
     of = Moved(digest_of(tensor), operator)
-    result: Tensor = _ShardExpanded.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _ShardExpanded.apply(
         tensor._local_tensor, (tensor._spec, target), axes, dims, of
     )
     return result

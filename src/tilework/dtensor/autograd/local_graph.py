@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
-from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.local_function import LocalFunction, torch_apply
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import Moved, call_counts_of, digest_of, plain_or_digest
 from tilework.dtensor.redistribution.redistribute import (
@@ -44,7 +44,7 @@ def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Te
     with torch.inference_mode(False), torch.enable_grad():
         if before is None or not before.requires_grad:
             return counted_once(grad, spec.dual, spec.partial_axes)
-        seen: Tensor = _Seen.apply(grad, before, spec)  # type: ignore[no-untyped-call]
+        seen: Tensor = _Seen.apply(grad, before, spec)
     return seen
 
 
@@ -65,8 +65,6 @@ class _Seen(LocalFunction):
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
-#: torch's classmethod, in Python or in C++, which does not link results.
-_apply: Any = torch.autograd.Function.__dict__["apply"]
 _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
@@ -183,7 +181,7 @@ def _link(results: Sequence[DTensorBase], node: Any) -> None:
 def _result(tensor: DTensorBase, node: Any) -> _Result:
     with _WithoutInterception():
         # It keeps the node in memory when the tensor leaves the graph.
-        following = _apply.__get__(None, _Following)(tensor)
+        following = torch_apply.__get__(None, _Following)(tensor)
         edge = torch.autograd.graph.GradientEdge(node, _output_number(tensor))
     return _Result(edge, following, type(tensor), tensor._spec)
 
@@ -422,7 +420,7 @@ def _as_leaf(arg: Any) -> Any:
 
 
 _function: Any = torch.autograd.Function
-_function.apply = linking(_apply)
+_function.apply = linking(torch_apply)
 
 
 def noting_saved(original: Any) -> Any:

@@ -183,7 +183,7 @@ def alias_local(
     """
     pending = current_world().state(PendingGrads)
     pending.aliases += 1
-    result: Tensor = _ReduceGrad.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _ReduceGrad.apply(
         local,
         (partial, reduced),
         pending if local.is_leaf else None,
@@ -209,7 +209,7 @@ def redistribute_with_partial_grad(
         return alias_local(moved, target.dual.as_partial(axes), target.dual, of)
     if target.dual == source:  # the first rank's partial value is the value: grads may wait
         return redistribute_local(alias(tensor, axes), source, target, of=of)
-    result: Tensor = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _RedistributeGrad.apply(
         local, (source, target, target.dual.as_partial(axes)), of
     )
     return result
@@ -228,7 +228,7 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
     if result._spec.reduce_op not in (None, "sum"):
         return
     partial = result._spec.dual.as_partial(axes)
-    shortcut = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
+    shortcut = _RedistributeGrad.apply(
         local_of(tensor), (source, result._spec, partial), Moved(digest_of(tensor)), local.detach()
     )
     grads_of(result).aliases[axes] = Alias(shortcut, local, local.grad_fn)
@@ -238,7 +238,7 @@ def redistribute_with_gradient(
     local: Tensor, source: DTensorSpec, target: DTensorSpec, partial: DTensorSpec, of: Moved
 ) -> Tensor:
     """The local tensor in another layout, whose gradient comes in as ``partial``. Collective."""
-    result: Tensor = _RedistributeGrad.apply(local, (source, target, partial), of)  # type: ignore[no-untyped-call]
+    result: Tensor = _RedistributeGrad.apply(local, (source, target, partial), of)
     return result
 
 

@@ -88,7 +88,7 @@ class BoxExchange:
         moves; differentiable.
         """
         of = Moved(provenance_digest.digest(), operator)
-        box: Tensor = _Exchange.apply(local, self, False, of)  # type: ignore[no-untyped-call]
+        box: Tensor = _Exchange.apply(local, self, False, of)
         return box
 
     def run(self, x: Tensor, back: bool, of: Moved) -> Tensor:
@@ -137,5 +137,5 @@ class _Exchange(LocalFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         of = gradient_of(ctx.of, ctx.exchange.spec, grad)
-        moved: Tensor = _Exchange.apply(grad, ctx.exchange, not ctx.back, of)  # type: ignore[no-untyped-call]
+        moved: Tensor = _Exchange.apply(grad, ctx.exchange, not ctx.back, of)
         return moved, None, None, None

@@ -292,7 +292,7 @@ def redistribute_local(
         if prepared.adjoint.nonlinear:
             local = local.clone()  # backward needs the values, and the program may write to local
         call = _Call(prepared, async_op, of, dtypes)
-        out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
+        out: Tensor = _Redistribute.apply(local, call)
         return out if call.work is None else attached(out, call.work)
     if dtypes is not None:
         local = local.to(dtype)
@@ -439,7 +439,7 @@ def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
 
 def with_redistributed_grad(local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
     """The local tensor, whose gradient is redistributed from one layout to another."""
-    result: Tensor = _RedistributedGrad.apply(local, incoming, outgoing)  # type: ignore[no-untyped-call]
+    result: Tensor = _RedistributedGrad.apply(local, incoming, outgoing)
     return result
 
 

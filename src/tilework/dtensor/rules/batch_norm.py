@@ -141,7 +141,7 @@ def _over_ranks(
         return wrap(x._local_tensor, x._spec)
     rows = _Rows(x._spec, eps, Moved(digest_of(x), "batch_norm"))
     w, b = (None if each is None else _by_channels(each, rows.channels) for each in (weight, bias))
-    out, mean, var = _Normalized.apply(local_graph.local_of(x), w, b, rows)  # type: ignore[no-untyped-call]
+    out, mean, var = _Normalized.apply(local_graph.local_of(x), w, b, rows)
     update_running(running_mean, wrap(mean, rows.channels), momentum)
     update_running(running_var, wrap(unbiased(var, rows.count), rows.channels), momentum)
     return wrap(out, x._spec)

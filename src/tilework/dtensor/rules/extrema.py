@@ -186,9 +186,7 @@ def _with_gradient(
     input: Tensor, best: Tensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
 ) -> Tensor:
     layouts = _spec(input), _spec(best)
-    value: Tensor = _SharedGradient.apply(  # type: ignore[no-untyped-call]
-        _local(input), _local(best), mask, count, layouts
-    )
+    value: Tensor = _SharedGradient.apply(_local(input), _local(best), mask, count, layouts)
     kept = wrap(value, _spec(best))
     return kept if keepdim else _drop_dims(kept, dims)
 

@@ -166,7 +166,7 @@ class AttentionPart:
             mask = _four(mask.expand(*shape[:-1], mask.shape[-1]))
         part = replace(self, leading=tuple(shape[:-2]), shift=shift)
         four = _four(query), _four(key), _four(value)
-        out, logs = _Attention.apply(*four, mask, part)  # type: ignore[no-untyped-call]
+        out, logs = _Attention.apply(*four, mask, part)
         if causes.watchers:
             causes.tag_gradient(out)
         return out.reshape(*shape[:-1], out.shape[-1]), logs.reshape(shape[:-1])
