@@ -1,4 +1,4 @@
-"""``DiLoCo``: replicas train alone for many steps, and then take one step together."""
+"""``DiLoCo``: replicas train alone for many steps, and then take a step together."""
 
 from __future__ import annotations
 

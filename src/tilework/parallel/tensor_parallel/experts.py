@@ -627,13 +627,15 @@ class ExpertReport(Shown):
 def expert_report(model: nn.Module) -> ExpertReport:
     """The rows by expert and rank in the last forward of each module of experts. Local.
 
-    The example of :func:`balance_loss` shows a call.
-
     Args:
-        model: A model with modules of :class:`ExpertParallel`.
+        model: A model with modules of :class:`ExpertParallel`. For an example see there.
 
     Raises:
         ValueError: There is none, or no forward was made.
+
+    Example::
+
+        print(expert_report(model))
     """
     loads = []
     for name, experts in _experts_in(model):
