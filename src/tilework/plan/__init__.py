@@ -11,8 +11,9 @@ from tilework.plan.cluster import Cluster, memory_bytes
 from tilework.plan.job import PlannedJob, pretend
 from tilework.plan.measuring import measured_here
 from tilework.plan.mismatches import Mismatch
+from tilework.plan.model_plan import ModelPlan
 from tilework.plan.report import AxisTraffic, Branch, Change, PlanReport, RankReport, StartCost
-from tilework.plan.suggestions import ModelPlan, Suggestions, suggest
+from tilework.plan.suggestions import Suggestions, suggest
 from tilework.plan.timing import RankTime
 
 __all__ = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tilework.layout import CostModel
 
@@ -39,6 +40,19 @@ def memory_bytes(text: str | int | float) -> int:
     return int(float(found[1]) * known[unit.lower()])
 
 
+class Operator(NamedTuple):
+    """A call of an operator: the name, the floating-point operations, the bytes it touches."""
+
+    name: str
+    flops: float
+    nbytes: float
+
+    @property
+    def amount(self) -> float:
+        """The operations, or the bytes where torch counts none."""
+        return self.flops or self.nbytes
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The machines of a job. A value, kept in a small JSON file.
@@ -49,6 +63,8 @@ class Cluster:
         flops: Floating-point operations that a rank does in a second, at best.
         bandwidth: Bytes of memory that a rank reads or writes in a second.
         call_seconds: Seconds that an operator costs besides.
+        operators: By name of an operator that was measured: seconds for each floating-point
+            operation, or for each byte where torch counts no operations.
         latency: Seconds of a message within a host, and ``seconds_per_byte`` for each byte.
         seconds_per_byte: See ``latency``.
         network_latency: The same between hosts.
@@ -69,6 +85,7 @@ class Cluster:
     flops: float = 5e10
     bandwidth: float = 1e10
     call_seconds: float = 1e-5
+    operators: Mapping[str, float] = field(default_factory=dict)
     latency: float = CostModel.latency
     seconds_per_byte: float = CostModel.seconds_per_byte
     network_latency: float = CostModel.network_latency
@@ -91,9 +108,16 @@ class Cluster:
             self.network_seconds_per_byte,
         )
 
-    def operator_seconds(self, flops: float, nbytes: float) -> float:
-        """The expected time of an operator that computes ``flops`` and touches ``nbytes``."""
-        return max(flops / self.flops, nbytes / self.bandwidth) + self.call_seconds
+    def seconds_of(self, operators: Iterable[Operator]) -> float:
+        """The expected time of operators, one after the other."""
+        return sum(self._seconds(each) for each in operators)
+
+    def _seconds(self, operator: Operator) -> float:
+        known = self.operators.get(operator.name)
+        if known is not None:
+            return known * operator.amount + self.call_seconds
+        slowest = max(operator.flops / self.flops, operator.nbytes / self.bandwidth)
+        return slowest + self.call_seconds
 
     def collective_seconds(self, nbytes: float, ranks: int, between_hosts: bool) -> float:
         """The expected time of a collective in which a rank moves ``nbytes``."""

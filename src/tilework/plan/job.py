@@ -20,7 +20,7 @@ from tilework.plan.kinds import kinds_of
 from tilework.plan.mismatches import mismatches_of
 from tilework.plan.report import AxisTraffic, Branch, PlanReport, RankReport, StartCost
 from tilework.plan.running import PretendedJob, RankRun, place_of, run_rank
-from tilework.plan.timing import RankTime, Workload, moving_seconds
+from tilework.plan.timing import RankTime, Workload, rank_times
 from tilework.plan.unknown import Decisions, RunAgain
 
 #: The most times that ranks run, for each to get what the others have gathered from.
@@ -37,6 +37,7 @@ class _Program:
 
     program: Callable[[], Any]
     everyone: bool
+    alike: bool
     is_script: bool
 
 
@@ -60,6 +61,7 @@ class PlannedJob:
         program: Callable[..., Any],
         *arguments: Any,
         everyone: bool = False,
+        alike: bool = False,
         is_script: bool = False,
     ) -> PlanReport:
         """Run ``program(*arguments)`` as each kind of rank, and report. Blocks; starts no process.
@@ -70,6 +72,8 @@ class PlannedJob:
             program: Runs on each rank, as on a real rank: builds a model, takes a step or two.
             arguments: The arguments.
             everyone: Run each rank, not each kind.
+            alike: The program does the same on ranks whose shards are equal: run a rank of each
+                size of shards, and of each stage of a pipeline.
             is_script: True if the program makes the default group itself.
 
         Raises:
@@ -90,7 +94,7 @@ class PlannedJob:
         if self._closed:
             raise ValueError("the job is over: run programs within the block of pretend()")
         begun = time.perf_counter()
-        how = _Program(lambda: program(*arguments), everyone, is_script)
+        how = _Program(lambda: program(*arguments), everyone, alike, is_script)
         decisions = Decisions()
         report, runs = self._way(how, decisions)
         branches = [self._branch(how, site, runs, decisions) for site in list(decisions.asked)]
@@ -124,13 +128,18 @@ class PlannedJob:
             for rank in which if only is None else [only]:
                 runs[rank] = run, _ = self._run_rank(how, rank, job)
                 if len(which) == 1 and not number:
-                    which += [r for r in kinds_of(run.meshes, run.calls, self.ranks) if r]
+                    which += [
+                        r for r in kinds_of(run.meshes, run.calls, self.ranks, how.alike) if r
+                    ]
+        calls = {rank: run.calls for rank, (run, _) in runs.items()}
+        works = {rank: run.work for rank, (run, _) in runs.items()}
+        times = rank_times(calls, works, self.cluster, self._is_between_hosts)
         report = PlanReport(
             self.ranks,
             self.hosts,
             self.cluster,
-            [runs[rank][1] for rank in sorted(runs)],
-            mismatches_of({rank: run.calls for rank, (run, _) in runs.items()}),
+            [replace(runs[rank][1], time=times[rank]) for rank in sorted(runs)],
+            mismatches_of(calls),
             everyone=len(runs) == self.ranks,
         )
         return report, runs
@@ -155,12 +164,13 @@ class PlannedJob:
             memory, work = MemoryByUse(), Workload(self.cluster)
             try:
                 around = _both(work, memory)
-                run = run_rank(how.program, rank, job, around, is_script=how.is_script)
-                return run, self._reported(run, memory, work)
+                run = run_rank(how.program, rank, job, around, [work.note], is_script=how.is_script)
+                run.work = work
+                return run, self._reported(run, memory)
             except RunAgain:
                 job.decisions.asked.clear()
 
-    def _reported(self, run: RankRun, memory: MemoryByUse, work: Workload) -> RankReport:
+    def _reported(self, run: RankRun, memory: MemoryByUse) -> RankReport:
         calls = [call for call in run.calls if call.waits_for is None]
         mine = [call for call in calls if not call.is_check]
         nbytes: Counter[str] = Counter()
@@ -174,14 +184,13 @@ class PlannedJob:
         traffic = {
             axis: AxisTraffic(n, collectives[axis], messages[axis]) for axis, n in nbytes.items()
         }
-        moving = moving_seconds(calls, self.cluster, self._is_between_hosts)
         return RankReport(
             run.rank,
             memory.peak,
             traffic,
             len(calls) - len(mine),
             sum(len(call.ranks) > 1 and not call.is_async for call in mine),
-            RankTime(work.seconds, moving, self.cluster.error),
+            RankTime(0.0, 0.0, None),
             StartCost.of(run.meetings, self.ranks),
             run.stopped,
             frozenset(run.assumed),

@@ -55,7 +55,12 @@ def axis_of(meshes: Iterable[PlacedMesh], ranks: Sequence[int]) -> str:
     return found[0] if found else "world"
 
 
-def kinds_of(meshes: Sequence[PlacedMesh], calls: Iterable[PretendedCall], ranks: int) -> list[int]:
+def kinds_of(
+    meshes: Sequence[PlacedMesh],
+    calls: Iterable[PretendedCall],
+    ranks: int,
+    alike: bool = False,
+) -> list[int]:
     """The ranks to run for each kind to run, once rank 0 has run. Ascending.
 
     Kinds are the first rank along an axis, the last, those whose shard has another size than the
@@ -66,20 +71,21 @@ def kinds_of(meshes: Sequence[PlacedMesh], calls: Iterable[PretendedCall], ranks
         meshes: The meshes of rank 0.
         calls: The calls of rank 0.
         ranks: The number of ranks.
+        alike: True if ranks at whose places shards are equal do the same: then the first is enough.
     """
-    found = {0, min(1, ranks - 1), ranks - 1}
+    found = {0} if alike else {0, min(1, ranks - 1), ranks - 1}
     groups = {call.ranks for call in calls if call.peer is not None}
     by_messages = {axis_of(meshes, group) for group in groups}
     if "world" in by_messages:
         found |= set(range(min(ranks, _MOST_STAGES)))
     for mesh in meshes:
         for axis, (name, length) in enumerate(zip(mesh.names, mesh.spec.shape, strict=True)):
-            places = {0, length - 1, *_borders(mesh.splits[axis], length)}
+            places = {0, 0 if alike else length - 1, *_borders(mesh.splits[axis], length)}
             if name in by_messages:
                 places |= set(range(min(length, _MOST_STAGES)))
             for place in places:
                 first = [0] * len(mesh.spec.shape)
-                last = [n - 1 for n in mesh.spec.shape]
+                last = [0 if alike else n - 1 for n in mesh.spec.shape]
                 first[axis] = last[axis] = place
                 found |= {mesh.spec.at(first), mesh.spec.at(last)}
     return sorted(found)

@@ -5,33 +5,35 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilework.cores import usable_cores
 from tilework.plan.cluster import Cluster
-from tilework.plan.timing import Workload
+from tilework.plan.timing import Workload, is_view
 
-#: Widths of the blocks that are measured, and rows of their inputs.
-_SIZES = ((64, 32), (256, 64), (256, 256), (512, 256), (1024, 128))
+#: Widths of the blocks that are measured, the rows of their inputs, and tokens of each row.
+_SIZES = ((64, 2, 32), (128, 4, 64), (256, 4, 64), (512, 4, 64))
 _REPEATS = 5
 
 
 def measured_here(messages: Sequence[Measurement] = ()) -> Cluster:
     """A cluster of ranks like this process, measured. Blocks for some seconds.
 
-    Forward and backward of blocks of several sizes are measured, each as the median of five, and
-    the rates are those with the least relative errors. The error is the mean that is left.
+    Steps of transformer blocks of several sizes are measured: each operator at the least of several
+    times, and whole steps. The rate of an operator is that of the two largest blocks. The error is
+    the mean relative error of the steps' times that the rates give.
 
     Args:
         messages: Times of collectives of two ranks; none: prices of messages are estimates.
     """
-    cases = [_case(width, rows) for width, rows in _SIZES]
-    best, error = min(
-        ((each, _error(each, cases)) for each in _candidates(cases)), key=lambda pair: pair[1]
-    )
+    cases = [_case(*size) for size in _SIZES]
+    best = _fitted(cases)
+    errors = [abs(best.seconds_of(case.work.operators) / case.seconds - 1) for case in cases]
     operators = f"operators on {usable_cores()} cores, {torch.get_num_threads()} threads"
     cluster = Cluster()
     if messages:
@@ -42,7 +44,8 @@ def measured_here(messages: Sequence[Measurement] = ()) -> Cluster:
         flops=best.flops,
         bandwidth=best.bandwidth,
         call_seconds=best.call_seconds,
-        error=error,
+        operators=best.operators,
+        error=statistics.fmean(errors),
         measured=(operators, *(["messages within the host"] if messages else [])),
     )
 
@@ -61,49 +64,82 @@ def _message_prices(messages: Sequence[Measurement]) -> tuple[float, float]:
     return min(best.values()), statistics.median(long)
 
 
-#: The floating-point operations and bytes of each operator, and the seconds of all.
-_Case = tuple[Sequence[tuple[float, float]], float]
+def _now() -> float:
+    """Seconds of this thread where it computes alone, which others on the machine do not add to."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def _case(width: int, rows: int) -> _Case:
-    block = nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+@dataclass(frozen=True)
+class _Case:
+    """A block's step: the operators, the least seconds of each, and of a whole step."""
+
+    work: Workload
+    least: list[float]
+    seconds: float
+
+
+class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The seconds of each operator that a workload counts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds: list[float] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        begun = _now()
+        result = func(*args, **(kwargs or {}))
+        if not is_view(func):
+            self.seconds.append(_now() - begun)
+        return result
+
+
+def _case(width: int, rows: int, tokens: int) -> _Case:
+    block = nn.TransformerEncoderLayer(
+        width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     )
-    x = torch.randn(rows, width)
+    optimizer = torch.optim.AdamW(block.parameters())
+    x = torch.randn(rows, tokens, width)
 
     def step() -> None:
+        optimizer.zero_grad()
         block(x).square().mean().backward()
+        optimizer.step()
 
-    work = Workload(Cluster())
     step()
-    with work:
+    with Workload(Cluster()) as work:
         step()
-    seconds = []
+    least, seconds = [float("inf")] * len(work.operators), float("inf")
     for _ in range(_REPEATS):
-        begun = time.perf_counter()
+        begun = _now()
         step()
-        seconds.append(time.perf_counter() - begun)
-    return work.operators, statistics.median(seconds)
+        seconds = min(seconds, _now() - begun)
+        with _Stopwatch() as watch:
+            step()
+        least = list(map(min, least, watch.seconds))
+    return _Case(work, least, seconds)
 
 
-def _candidates(cases: Sequence[_Case]) -> list[Cluster]:
-    """Rates around those of the largest and the smallest case."""
-    largest = max(cases, key=lambda case: sum(flops for flops, _ in case[0]))
-    smallest = min(cases, key=lambda case: sum(flops for flops, _ in case[0]))
-    flops = sum(flops for flops, _ in largest[0]) / largest[1]
-    call = smallest[1] / len(smallest[0])
-    return [
-        Cluster(flops=flops * f, bandwidth=b, call_seconds=call * c)
-        for f in (1.0, 1.15, 1.3, 1.6, 2.0)
-        for b in (1e9, 2e9, 4e9, 8e9, 1.6e10, 3.2e10)
-        for c in (0.4, 0.6, 0.8, 0.9, 1.0)
+def _fitted(cases: Sequence[_Case]) -> Cluster:
+    """The rates: of operators in the largest cases, and of a call in all."""
+    amounts: dict[str, float] = {}
+    times: dict[str, float] = {}
+    is_counted: dict[str, bool] = {}
+    for case in cases[-2:]:
+        for operator, seconds in zip(case.work.operators, case.least, strict=True):
+            name = operator.name
+            amounts[name] = amounts.get(name, 0.0) + operator.amount
+            times[name] = times.get(name, 0.0) + seconds
+            is_counted[name] = operator.flops > 0
+
+    def rate(counted: bool) -> float:
+        names = [name for name in amounts if is_counted[name] is counted]
+        return sum(amounts[name] for name in names) / sum(times[name] for name in names)
+
+    rates = {name: times[name] / amount for name, amount in amounts.items() if amount}
+    free = Cluster(flops=rate(True), bandwidth=rate(False), call_seconds=0.0, operators=rates)
+    calls = [
+        (case.seconds - free.seconds_of(case.work.operators)) / len(case.least) for case in cases
     ]
-
-
-def _error(cluster: Cluster, cases: Sequence[_Case]) -> float:
-    """The mean relative error of the expected times."""
-    errors = [
-        abs(sum(cluster.operator_seconds(*each) for each in operators) - seconds) / seconds
-        for operators, seconds in cases
-    ]
-    return statistics.fmean(errors)
+    return replace(free, call_seconds=max(0.0, min(calls)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilework.comm.per_call.internal import PretendedCall
@@ -55,6 +55,33 @@ def mismatches_of(calls: Calls) -> list[Mismatch]:
     if different:
         return different
     return _stuck(_Player(calls).play(), calls)
+
+
+def passed_times(
+    calls: Calls, computed: Mapping[int, Sequence[float]], prices: Prices
+) -> dict[int, list[float]] | None:
+    """By rank, when it has passed each call; None if ranks wait forever.
+
+    Args:
+        calls: As for :func:`mismatches_of`.
+        computed: By rank, the seconds that it has computed before each call, all together.
+        prices: What a call takes once all ranks have come.
+    """
+    player = _Player(calls, computed, prices)
+    return None if player.play() else player.passed
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What calls take.
+
+    Attributes:
+        seconds: The seconds of a call.
+        overlaps: True if data moves while ranks compute; else who waits moves it.
+    """
+
+    seconds: Callable[[PretendedCall], float]
+    overlaps: bool = False
 
 
 def _different(calls: Calls) -> list[Mismatch]:
@@ -114,8 +141,16 @@ def _reason(a: PretendedCall, b: PretendedCall) -> str:
 class _Player:
     """Plays the calls of all ranks in order, as far as no rank waits forever."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(
+        self,
+        calls: Calls,
+        computed: Mapping[int, Sequence[float]] | None = None,
+        prices: Prices | None = None,
+    ) -> None:
+        self.calls, self._computed, self._prices = calls, computed, prices
+        #: By rank, when it has passed each call; by event, when the last rank came.
+        self.passed: dict[int, list[float]] = {rank: [] for rank in calls}
+        self._begun: dict[tuple[object, ...], float] = defaultdict(float)
         self.place = dict.fromkeys(calls, 0)
         groups = {call.ranks for each in calls.values() for call in each}
         self._members = {ranks: sum(rank in calls for rank in ranks) for ranks in groups}
@@ -148,14 +183,40 @@ class _Player:
                 self._enter(rank, here, call)
             event, blocks = self._events[here], not call.is_async
         if not blocks or self._is_over(event, call):
+            self._note_time(rank, event if blocks else None)
             return True
         self._waiting[event].append(rank)
         return False
+
+    def _arrived(self, rank: int) -> float:
+        """The time at which a rank comes to its next call."""
+        if self._computed is None:
+            return 0.0
+        place, computed = self.place[rank], self._computed[rank]
+        if not place:
+            return computed[0]
+        return self.passed[rank][-1] + computed[place] - computed[place - 1]
+
+    def _note_time(self, rank: int, awaited: tuple[object, ...] | None) -> None:
+        """Note when a rank has passed a call, which waits for an event or for none."""
+        if self._prices is None:
+            return
+        time, call = self._arrived(rank), self.calls[rank][self.place[rank]]
+        if awaited is not None:
+            of = call if call.waits_for is None else self.calls[rank][call.waits_for]
+            begun, seconds = self._begun[awaited], self._prices.seconds(of)
+            if self._prices.overlaps:
+                time = max(time, begun + seconds)
+            elif of.kind != "send":
+                time = max(time, begun) + seconds
+        self.passed[rank].append(time)
 
     def _enter(self, rank: int, here: tuple[int, int], call: PretendedCall) -> None:
         key = _key(rank, call)
         self._count[rank, call.kind, key] += 1
         event = self._events[here] = (key, self._count[rank, call.kind, key])
+        if call.kind != "recv" or call.peer not in self.calls:
+            self._begun[event] = max(self._begun[event], self._arrived(rank))
         if call.kind != "recv":
             self._come[event] += 1
             if self._is_over(event, call):

@@ -197,9 +197,7 @@ class PlanReport:
         more = f" and {len(self.kinds) - 16} more" if len(self.kinds) > 16 else ""
         which = "every rank" if self.everyone else f"ranks {ran}{more}, one of each kind"
         parts: list[str | TextTable] = [head, f"ran: {which}; only what ran is proven", ""]
-        assumed = (each.assumed for each in self.kinds)
         parts += [*self._memory(), "", self._ranks(), "", *self._traffic()]
-        parts += [f"assumed: {each}" for each in sorted(set[str]().union(*assumed))]
         for rank in self.kinds:
             if rank.stopped:
                 parts.append(f"rank {rank.rank}, after it had left the job: {rank.stopped}")
@@ -246,27 +244,37 @@ class PlanReport:
             for axis, each in busiest.traffic.items()
         ]
         table = TextTable(("axis", "bytes", "collectives", "messages"), rows, {1, 2, 3})
-        note = "measured" if self.cluster.is_measured else "an estimate: nothing was measured"
         return [
             f"communication of rank {busiest.rank}, besides {busiest.checks} small comparisons of "
             f"ranks",
             table,
-            f"times are {note}",
+            *self.notes,
             str(max((each.start for each in self.kinds), key=lambda start: start.requests)),
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What stands behind the numbers, in sentences."""
+        known = "from measured operators, without the Python of wrappers"
+        note = known if self.cluster.is_measured else "an estimate: nothing was measured"
+        assumed = set[str]().union(*(each.assumed for each in self.kinds))
+        return [f"times are {note}", *(f"assumed: {each}" for each in sorted(assumed))]
+
+    @property
+    def lacks(self) -> list[str]:
+        """By how much memory does not suffice, and what would help, in sentences."""
+        if self.fits:
+            return []
+        over = bytes_text(self.worst.peak.bytes - (self.cluster.memory or 0))
+        return [
+            f"memory does not suffice: rank {self.worst.rank} lacks {over}",
+            *(
+                f"  {each.text}: saves up to {bytes_text(each.saved)}, costs {each.cost}"
+                for each in self.changes
+            ),
         ]
 
     def _findings(self) -> list[str]:
         if self.is_good:
             return ["no mismatch, and memory suffices" if self.cluster.memory else "no mismatch"]
-        found = [str(each) for each in self.mismatches]
-        if not self.fits:
-            limit = self.cluster.memory or 0
-            over = self.worst.peak.bytes - limit
-            found.append(
-                f"memory does not suffice: rank {self.worst.rank} lacks {bytes_text(over)}"
-            )
-            found += [
-                f"  {each.text}: saves up to {bytes_text(each.saved)}, costs {each.cost}"
-                for each in self.changes
-            ]
-        return found
+        return [*map(str, self.mismatches), *self.lacks]

@@ -18,9 +18,11 @@ from tilework.comm.world import World, current_world, own_world
 from tilework.errors import PretendError
 from tilework.mesh.internal import meshes_of_rank
 from tilework.plan.attention import attention_as_on
+from tilework.plan.cluster import Cluster
 from tilework.plan.kinds import PlacedMesh, axis_of
 from tilework.plan.replacing import replaced
 from tilework.plan.tensors import WithoutMemory
+from tilework.plan.timing import Workload
 from tilework.plan.unknown import Decisions
 
 
@@ -52,6 +54,8 @@ class RankRun:
     assumed: set[str] = field(default_factory=set)
     #: The seconds that pretending took.
     seconds: float = 0.0
+    #: What the rank computes.
+    work: Workload = field(default_factory=lambda: Workload(Cluster()))
 
     def axis_of(self, call: PretendedCall) -> str:
         """The axis of a mesh along which a call runs."""

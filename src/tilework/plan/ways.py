@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
+import tilework.parallel
 from tilework.mesh import DeviceMesh
 from tilework.parallel import (
     ContextParallel,
@@ -19,7 +20,6 @@ from tilework.parallel import (
     derive_plan,
     fully_shard,
     parallelize_module,
-    pipeline,
 )
 
 
@@ -38,7 +38,8 @@ class Sizes:
         in_experts: The part of parameters in stacks of experts.
         rows: The rows of a batch.
         sequence: The length of the sequence that attention looks at; 0 without attention.
-        microbatches: The parts of a batch in a pipeline.
+        rows_each: The rows of a rank.
+        microbatches: The parts of these rows in a pipeline.
         moved: The bytes that a rank moves in a step.
         work: The arithmetic, relative to one forward and backward of a rank alone.
     """
@@ -52,6 +53,7 @@ class Sizes:
     rows: int
     in_experts: float = 0.0
     sequence: int = 0
+    rows_each: int = 1
     microbatches: int = 1
     buffers: float = 0.0
     moved: float = 0.0
@@ -149,7 +151,8 @@ def _cut(model: nn.Module, setting: Setting) -> Change:
     plan = derive_plan(model, mesh, setting.example)
 
     def change(part: nn.Module) -> nn.Module:
-        own = dict(part.named_modules())  # a stage has some of the model's modules
+        # A stage has stand-ins for other stages' modules.
+        own = {n for n, each in part.named_modules() if any(True for _ in each.parameters())}
         return parallelize_module(part, mesh, {n: way for n, way in plan.items() if n in own})
 
     return change
@@ -171,7 +174,7 @@ def _share_experts(model: nn.Module, setting: Setting) -> Change:
 def _cut_into_stages(model: nn.Module, setting: Setting) -> Change:
     mesh = setting.axes["pp"]
     schedule = Schedule.one_forward_one_backward(mesh.size(), setting.microbatches)
-    return lambda whole: pipeline(whole, mesh, schedule=schedule)
+    return lambda whole: tilework.parallel.pipeline(whole, mesh, schedule=schedule)
 
 
 def _recompute(model: nn.Module, setting: Setting) -> Change:
@@ -218,7 +221,8 @@ def _cut_sizes(sizes: Sizes, degree: int) -> Sizes:
 
 
 def _staged(sizes: Sizes, degree: int) -> Sizes:
-    here = 1 - sizes.block * sizes.blocks / max(sizes.parameters, 1) * (1 - 1 / degree)
+    in_blocks = min(1.0, sizes.block * sizes.blocks / max(sizes.parameters, 1))
+    here = 1 - in_blocks * (1 - 1 / degree)
     parts = sizes.microbatches
     return replace(
         sizes,
@@ -266,6 +270,8 @@ def _nothing_to_cut(sizes: Sizes, degree: int) -> str:
 def _no_sequence(sizes: Sizes, degree: int) -> str:
     if not sizes.sequence:
         return "the model has no attention, whose sequence ranks could share"
+    if sizes.rows_each > 1:
+        return "rows are left to share, which spares as much memory and is faster"
     few = f"a sequence of {sizes.sequence} is less than {2 * degree}, two tokens for each rank"
     return few if sizes.sequence < 2 * degree else ""
 
@@ -311,4 +317,4 @@ WAYS: Final[dict[str, SharingWay]] = {
     )
 }
 #: The axes of a mesh, the outermost first: ranks that talk most are next to each other.
-AXES: Final = ("pp", "ddp", "fsdp", "ep", "cp", "tp")
+AXES: Final[tuple[str, ...]] = ("pp", "ddp", "fsdp", "ep", "cp", "tp")
