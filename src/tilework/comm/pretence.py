@@ -45,7 +45,7 @@ class PretendedCall(NamedTuple):
         return str(self.facts[0])
 
 
-class Meeting(NamedTuple):
+class MeetingCost(NamedTuple):
     """The cost of one meeting of ranks, in which nobody waits long enough to look around.
 
     Attributes:
@@ -73,7 +73,7 @@ class JobValues:
     #: Equal calls of all ranks are kept once.
     calls: dict[PretendedCall, PretendedCall] = field(default_factory=dict)
     #: What meetings of some numbers of ranks cost, which is the same for all ranks.
-    meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
+    meetings: dict[tuple[int, ...], MeetingCost] = field(default_factory=dict)
 
     def exchange(self, key: tuple[Any, ...], rank: int, value: Any) -> dict[int, Any]:
         """Give a plain value; return what others gave in the last pass, by rank in the group."""
@@ -126,7 +126,7 @@ class Pretence:
     _lost: _Storages = field(default_factory=dict)
     _absent: _Storages = field(default_factory=dict)
 
-    def meet(self, sizes: tuple[int, ...], count: Callable[[], Meeting]) -> None:
+    def meet(self, sizes: tuple[int, ...], count: Callable[[], MeetingCost]) -> None:
         """Note a meeting of ranks, counted once for all of the same sizes."""
         if sizes not in self.job.meetings:
             self.job.meetings[sizes] = count()

@@ -145,7 +145,7 @@ class PlannedJob:
         return report, runs
 
     def _branch(self, how: _Program, site: str, runs: _Runs, decisions: Decisions) -> Branch:
-        """What the program does if the answer at one line is the other."""
+        """The program's course if the answer at one line is the other."""
         rank = decisions.asked[site]
         try:
             _, others = self._planned(how, decisions.other(site), rank)

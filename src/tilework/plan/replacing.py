@@ -1,4 +1,4 @@
-"""What is replaced in torch and ``math`` while a rank is pretended, for tensors without values."""
+"""Replacements in torch and ``math`` while a rank is pretended, for tensors without values."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tilework.comm.per_call.internal import Meeting
+from tilework.comm.per_call.internal import MeetingCost
 from tilework.inspect import Peak
 from tilework.plan.cluster import Cluster
 from tilework.plan.mismatches import Mismatch
@@ -34,7 +34,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class StartCost:
-    """What it costs to make the groups of a job whose ranks make as many as one rank that ran.
+    """The costs of making the groups of a job whose ranks make as many as one rank that ran.
 
     Counted by running the code of ranks that meet, without looks of ranks that wait for others.
 
@@ -50,7 +50,7 @@ class StartCost:
     connections: int = 0
 
     @classmethod
-    def of(cls, meetings: Sequence[Meeting], ranks: int) -> StartCost:
+    def of(cls, meetings: Sequence[MeetingCost], ranks: int) -> StartCost:
         """The cost for ``ranks`` ranks, each of which is in such meetings."""
         alike = [ranks // len(each.ranks) for each in meetings]
         pairs = list(zip(meetings, alike, strict=True))

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from tilework.comm.groups import init_process_group
-from tilework.comm.per_call.internal import JobValues, Meeting, Pretence, PretendedCall, pretending
+from tilework.comm.per_call.internal import (
+    JobValues,
+    MeetingCost,
+    Pretence,
+    PretendedCall,
+    pretending,
+)
 from tilework.comm.world import World, current_world, own_world
 from tilework.errors import PretendError
 from tilework.mesh.internal import meshes_of_rank
@@ -45,7 +51,7 @@ class RankRun:
     calls: list[PretendedCall] = field(default_factory=list)
     meshes: list[PlacedMesh] = field(default_factory=list)
     #: The meetings in which the rank has made groups.
-    meetings: list[Meeting] = field(default_factory=list)
+    meetings: list[MeetingCost] = field(default_factory=list)
     #: The result of the program.
     result: Any = None
     #: The reason for which the rank stopped after it had left the job; "" if it ran to the end.

@@ -180,7 +180,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return truthful(func, *given[0], **given[1])
 
     def _by_premise(self, func: Any, args: Any) -> bool | None:
-        """What all elements answer to a question, because floats are finite; None: unknown."""
+        """The answer of all elements to a question, since floats are finite; None: unknown."""
         name, first = func.__name__.partition(".")[0], args[0] if args else None
         if not isinstance(first, Tensor) or not first.is_meta or not first.is_floating_point():
             return None

@@ -1,4 +1,4 @@
-"""What it costs ranks to meet, counted by running the code of some of them without the others."""
+"""The costs for ranks of meeting, counted by running the code of some without the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
-from tilework.comm.pretence import Meeting
+from tilework.comm.pretence import MeetingCost
 from tilework.store import HashStore, Store
 
 
@@ -53,7 +53,7 @@ class _PeersStore(HashStore):
 
 def counted(
     ranks: Sequence[int], members: Collection[int], meet: Callable[[int, Store], None], opens: int
-) -> Meeting:
+) -> MeetingCost:
     """The cost of a meeting: one rank of each kind runs: first, last, in the new group or not.
 
     Args:
@@ -73,4 +73,4 @@ def counted(
             most = max(most, store.requests)
             requests += len(places) * store.requests
             connections += len(places) * (store.connections + opens)
-    return Meeting(tuple(ranks), requests, most, connections)
+    return MeetingCost(tuple(ranks), requests, most, connections)

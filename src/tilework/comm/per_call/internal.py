@@ -40,7 +40,7 @@ from tilework.comm.per_call.profiling import listening, record_comm
 from tilework.comm.per_call.torch_names import ATTRIBUTE, torch_names
 from tilework.comm.pretence import (
     JobValues,
-    Meeting,
+    MeetingCost,
     Pretence,
     PretendedCall,
     current_pretence,

@@ -61,8 +61,8 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How microbatches run."""
+class RunOptions:
+    """The way in which microbatches run."""
 
     #: The loss of a microbatch; None: without.
     loss: Loss | None
@@ -84,7 +84,7 @@ class Execution:
     device: torch.device
     parts: Mapping[int, nn.Module]
     microbatches: Sequence[Microbatch]
-    options: Options
+    options: RunOptions
     #: By microbatch, on the rank of the last stage.
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
 from tilework.parallel.pipeline.captured import CapturedStages
 from tilework.parallel.pipeline.results import check_results
-from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, Options, Scaler
+from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, RunOptions, Scaler
 from tilework.parallel.pipeline.schedule import Schedule
 from tilework.parallel.pipeline.split import (
     HowToSplit,
@@ -342,7 +342,7 @@ class Stages(nn.Module):
         ties = self._take_tied_grads()
         try:
             checks = weight is None and is_due(self._steps + 1)
-            options = Options(loss or _own_loss, True, scaler, self.captured, keeps=checks)
+            options = RunOptions(loss or _own_loss, True, scaler, self.captured, keeps=checks)
             run = self._run((inputs, kwargs), target, weight or "rows", options)
         except BaseException:
             for parameter, before, _ in ties:
@@ -377,7 +377,7 @@ class Stages(nn.Module):
         with torch.no_grad():
             whole = None if loss else self._twin.route(inputs, kwargs, self.training).result
             checks = weight is None and is_due(self._evaluations + 1)
-            options = Options(loss, False, keeps=checks or loss is None)
+            options = RunOptions(loss, False, keeps=checks or loss is None)
             run = self._run((inputs, kwargs), target, weight or "rows", options)
             if loss is None:
                 return self._result_of(run, whole, is_weighted=weight is not None)
@@ -416,7 +416,7 @@ class Stages(nn.Module):
         finally:
             generator.set_state(state)
 
-    def _run(self, given: Any, target: Any, weight: Weight, options: Options) -> Execution:
+    def _run(self, given: Any, target: Any, weight: Weight, options: RunOptions) -> Execution:
         count = self.schedule.microbatches
         count = count if options.trains else min(count, rows_of((given, target)))
         cut = _microbatches((given, target), count)
