@@ -27,7 +27,3 @@ class Capability(enum.Enum):
     NAN = "handing on NaN in MIN and MAX"
     #: Sums of 16-bit floats are rounded more than once.
     WIDE_SUMS = "adding 16-bit floats in float32 and rounding once"
-    #: An error's ``ranks`` may be empty, and a rank in another operation counts as missing.
-    LIVENESS = "noticing a dead rank that is not waited for directly"
-    #: ``set_timeout`` raises NotImplementedError.
-    NEW_TIMEOUT = "changing the timeout of a group that is made"

@@ -171,6 +171,8 @@ class MpiWork:
             return bool(self._requests[0].Test(self._status))
         return bool(self._link.mpi.Request.Testall(self._requests))
 
+    is_completed = ended
+
     def _source_rank(self) -> int:
         return int(self._status.Get_source())
 

@@ -200,10 +200,7 @@ def inside(group: AnyGroup) -> dist.ProcessGroup:
 def brief_group(limit: timedelta) -> dist.ProcessGroup:
     """A new group of all ranks with a short timeout for operations, but not for its creation."""
     group = inside(dist.new_group())
-    try:
-        group.set_timeout(limit)
-    except NotImplementedError:  # torch's engines only have a timeout at creation
-        group = inside(dist.new_group(timeout=limit))
+    group.set_timeout(limit)
     return group
 
 

@@ -352,7 +352,6 @@ class TimeoutSuite(GroupSuite):
             assert isinstance(work.exception(), CollectiveTimeoutError)
         dist.barrier()
 
-    @needs(Capability.NEW_TIMEOUT)
     @on_ranks(2)
     def test_a_timeout_set_later(self, rank: int) -> None:
         group = inside(dist.new_group())

@@ -34,6 +34,8 @@ ALL, FIRST, OFF = AMOUNTS = ("all", "first", "off")
 _FIRST_CALLS = 100
 #: The time between looks of a thread that waits for data.
 _LOOK = timedelta(seconds=0.1)
+#: Seconds that the engine has to end what was given up.
+_END_SECONDS = 0.2
 #: Seconds that explaining a failure takes at most.
 EXPLAIN_SECONDS = 2.0
 #: Words in errors of torch's engines: of a late rank, and of closed connections.
@@ -117,13 +119,25 @@ class ComparedEngine(MeetingEngine):
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:
-                if not _is_late(error) or time.monotonic() > self._deadline:
+                if not _is_late(error) or work.is_completed():
                     raise
-            self.check_open()
-            by_rank.look_if_long(begun)
-            died = [*self._died.values()]
-            if died and time.monotonic() - min(died) > 2 * ASK_SECONDS:
-                raise Fault("peer_lost", tuple(self._died), "its process ended")
+                late = error if time.monotonic() > self._deadline else None
+            try:
+                self.check_open()
+                self._check_deaths()
+                by_rank.look_if_long(begun)
+                if late is not None:
+                    raise self.explained(late)
+            except BaseException:
+                # Until the engine lets go of the memory, it may write there.
+                self.interrupt()
+                poll(work.is_completed, _END_SECONDS)
+                raise
+
+    def _check_deaths(self) -> None:
+        died = [*self._died.values()]
+        if died and time.monotonic() - min(died) > 2 * ASK_SECONDS:
+            raise Fault("peer_lost", tuple(self._died), "its process ended")
 
     def explained(self, error: RuntimeError) -> Exception:
         if isinstance(error, (DistBackendError, NotImplementedError)) or self.closed:
