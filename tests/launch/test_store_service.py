@@ -235,6 +235,23 @@ def test_losses_go_on_when_a_host_is_lost_and_comes_back(launch: Launch, victim:
     assert list(losses.values()) == pytest.approx(expected, rel=1e-3, abs=1e-9)
 
 
+@pytest.mark.skipif(core_error() is not None, reason="the core is not built")
+def test_a_job_of_one_host_grows_over_a_second(launch: Launch) -> None:
+    why_not = why_no_hosts()
+    if why_not is not None:
+        pytest.skip(why_not)
+    launch.with_torch()
+    script = launch.script(TRAIN)
+    with two_hosts() as hosts, served(launch, f"{hosts[0].address}:29500", hosts[0].enter):
+        where = ("-n", "1", "--nnodes", "1:2", "--rdzv", f"{hosts[0].address}:29500")
+        nodes = [launch.start(*where, script, preexec_fn=hosts[0].enter)]
+        assert wait_for_files(launch.folder, "rank-*", 1) == ["1 started"]
+        nodes.append(launch.start(*where, script, preexec_fn=hosts[1].enter))
+        assert wait_for_files(launch.folder, "rank-1-*", 1) == ["2 joined"]
+        (launch.folder / "end").touch()
+        assert [launch.finish(each).status for each in nodes] == [0, 0]
+
+
 def _losses_of_one_process(steps: int) -> list[float]:
     import torch
 

@@ -130,7 +130,7 @@ def init_process_group(
         plan = _plan_world(world, store, rank, world_size, config, limit, group_name)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
         world.default_group.successors = _SUCCESSORS
-        world.seats = plan.ranks
+        world.seats, world.chooses_backend = plan.ranks, choice is None
     except BaseException:
         world.close()
         raise

@@ -129,6 +129,8 @@ class World(_Slots):
     states: dict[type, Any] = field(default_factory=dict)
     #: The seat of each rank of the default group: the number that it was started with.
     seats: tuple[int, ...] = ()
+    #: True if nobody chose the default group's backend: over several hosts it may be another.
+    chooses_backend: bool = False
     #: Threads of other ranks in this process, as of the meeting of ranks.
     bystanders: WeakSet[threading.Thread] = field(default_factory=WeakSet)
     #: Registered groups that another World made and closes: the groups under torch's groups.

@@ -58,6 +58,8 @@ class Admission:
     origins: tuple[int | None, ...]
     #: The tickets of the newcomers.
     tickets: tuple[str, ...] = ()
+    #: True if the backend may be another, as newcomers may be on other hosts.
+    falls_back: bool = False
 
 
 def tickets_waiting(group: ProcessGroup) -> bool:
@@ -124,7 +126,7 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
         me = admission.seats.index(seat)
         group = _make(world, admission, me, ticket_store, (min(PATIENCE, timeout), timeout))
         if group is not None:
-            world.seats = admission.seats
+            world.seats, world.chooses_backend = admission.seats, admission.falls_back
             if group.rank() == 0:
                 note_event(store, "grown", seats=admission.seats)
             return group
@@ -188,6 +190,7 @@ def _offer(world: World, group: ProcessGroup, ticket_store: TicketStore) -> dict
             tuple(places[seat][0] for seat in seated),
             tuple(places[seat][1] for seat in seated),
             tuple(tickets),
+            world.chooses_backend,
         )
     )
 
@@ -233,7 +236,8 @@ def _make(
     )
     group, error = None, None
     try:
-        group = plan.make(BackendConfig(admission.backend), None, fall_back=False)
+        config = BackendConfig(admission.backend)
+        group = plan.make(config, None, fall_back=admission.falls_back)
     except (DistError, OSError) as reason:
         error = f"{type(reason).__name__}: {reason}"[:500]
     if drive(confirm(participant, decision, error)) and group is not None:
