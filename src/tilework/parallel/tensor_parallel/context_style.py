@@ -26,7 +26,7 @@ class ContextParallel(Style):
     Parameters become DTensors, replicated along ``axis``; a plan's other styles may shard them
     along other axes. Plain inputs are the same on all ranks of the mesh: those that have the length
     of the sequence in ``sequence_dim`` are sharded there along ``axis``, without communication.
-    DTensors are taken as they are. The model computes with DTensors, as on one process: attention
+    DTensors are taken as they are. The model computes with DTensors, as a single process: attention
     runs in the way of :func:`~tilework.dtensor.context_parallel`, positions are global, the loss is
     that of all tokens. Of the outputs, what has no shards (a loss) becomes plain; the rest
     (logits) stays sharded DTensors.
