@@ -162,3 +162,14 @@ def objects() -> None:
 @pytest.mark.parametrize("program", [saving, captured, data, clipped, objects])
 def test_whatever_programs_do(program: Callable[[], None]) -> None:
     pretended(program, 3)
+
+
+def test_attention_with_dropout_counts_as_on_real_ranks() -> None:
+    def program() -> None:
+        q = torch.randn(1, 2, 8, 4, requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5).sum().backward()  # type: ignore[no-untyped-call]
+        assert q.grad is not None
+        dist.all_reduce(q.grad)
+
+    with pretend(ranks=2) as job:
+        assert job.run(program).worst.peak.bytes > 8 * 8 * 2 * 4  # the scores

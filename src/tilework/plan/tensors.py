@@ -40,7 +40,7 @@ _FILLS = (
 #: Folders of code between the program and this mode: torch, and the modes that count.
 _BETWEEN = (
     os.path.dirname(torch.__file__),
-    *(os.path.join(OWN, name) for name in ("plan", "inspect")),
+    *(os.path.join(OWN, *name) for name in (("plan", "tensors"), ("plan", "timing"), ("inspect",))),
 )
 _aten = torch.ops.aten
 
@@ -303,7 +303,8 @@ def _is_fill(func: Any) -> bool:
 
 def _is_asked(device: Any) -> bool:
     """True if the program itself asks for meta: to tilework's code a job's device is meta."""
-    if torch.device(device).type != "meta":
+    is_backward = torch._C._current_graph_task_id() != -1  # then torch asks
+    if is_backward or torch.device(device).type != "meta":
         return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
