@@ -307,17 +307,43 @@ def _position(leaf: Any, part: StepRecord) -> int | None:
     return None if value is None else part.index_of(value)
 
 
-def _part(
-    name: str, graph: Graph, held: ProgramConditions, known: StepRecord | None, ranks: VotingRanks
-) -> StepRecord:
-    """The record of a pass, with the code of a known record if possible."""
-    skeleton = take_apart(graph, [])
-    if known is not None and known.code.skeleton.fits(skeleton):
-        known.code.join(skeleton)
-        return StepRecord(name, graph, None, held, known.code, skeleton.constants)
-    digests, _ = compare_program(graph, name, ranks)
-    code = ProgramCode(name, graph, [], digests, skeleton)
-    return StepRecord(name, graph, None, held, code, skeleton.constants)
+def _records(
+    joint: StepRecord, graphs: Sequence[Graph], same: _Passes | None, ranks: VotingRanks
+) -> list[StepRecord]:
+    """The records of passes, with the code of a known record if possible. Collective."""
+    records = []
+    known: Sequence[StepRecord | None] = [None] * len(graphs) if same is None else same.parts
+    names = ("forward", "backward") if len(graphs) == 2 else ("forward", "inputs", "weights")
+    for name, graph, old in zip(names, graphs, known, strict=True):
+        held = joint.held if graph is graphs[0] else ProgramConditions([], [], [], [])
+        skeleton = take_apart(graph, [])
+        name = f"{joint.name}_{name}"
+        if old is not None and old.code.skeleton.fits(skeleton):
+            code = old.code
+            code.join(skeleton)
+        else:
+            digests, _ = compare_program(graph, name, ranks)
+            code = ProgramCode(name, graph, [], digests, skeleton)
+        records.append(StepRecord(name, graph, None, held, code, skeleton.constants))
+    return records
+
+
+def _refuse_programs(
+    name: str, inputs: Sequence[Input], after: Sequence[Instruction], outs: Sequence[Any]
+) -> None:
+    """Refuse passes that would write once more, or have no graph."""
+    outside = {each.value.memory for each in inputs}
+    if any(not outside.isdisjoint(each.writes) for each in after):
+        raise CaptureError(
+            f"the backward pass of {name} writes to a tensor from outside, as the recomputing of a "
+            f"BatchNorm writes to the buffers: recording runs backward once more. Recompute other "
+            f"modules, or leave the function uncompiled"
+        )
+    if any(each.value in outs for each in inputs):
+        raise CaptureError(
+            f"{name} returns one of its arguments or parameters, which a compiled function cannot "
+            f"do: return a copy (clone())"
+        )
 
 
 class _Passes:
@@ -348,36 +374,21 @@ class _Passes:
         of_outs = [x for x in graph.inputs if _is_grad(x, needing.count)]
         self._grad_order = [x.path.number - needing.count for x in of_outs]
         inputs = [x for x in graph.inputs if x not in of_outs]
+        _refuse_programs(self.name, inputs, after, outs)
         self._saved = _crossing(inputs, before, after, grads)
-        names = ["forward", *(("inputs", "weights") if needing.cuts else ("backward",))]
         found = [*self._leaves, *self._saved]
         graphs = [Graph(inputs, before, found, graph.places, graph.has_grad_mode)]
         graphs += _halves(self._saved, [x.value for x in of_outs], after, grads, needing)
-        held = [joint.held, *[ProgramConditions([], [], [], [])] * 2]
-        known: Sequence[StepRecord | None] = [None] * 3 if same is None else same.parts
         #: The forward program, and one or two of the backward pass.
-        self.parts: list[StepRecord] = [
-            _part(f"{self.name}_{name}", each, conditions, old, ranks)
-            for name, each, conditions, old in zip(names, graphs, held, known, strict=False)
-        ]
+        self.parts = _records(joint, graphs, same, ranks)
         self.forward = self.parts[0]
         #: The positions of results and of saved values among what the forward program returns, and
         #: of gradients and values among what each backward program returns; None: no tensor.
-        self._at = [
-            [self.forward.index_of(x) for x in found] for found in (self._computed, self._saved)
-        ] + [[_position(leaf, part) for leaf in part.graph.result] for part in self.parts[1:]]
-        outside = {each.value.memory for each in inputs}
-        if any(not outside.isdisjoint(each.writes) for each in after):
-            raise CaptureError(
-                f"the backward pass of {joint.name} writes to a tensor from outside, as the "
-                f"recomputing of a BatchNorm writes to the buffers: recording runs backward once "
-                f"more. Recompute other modules, or leave the function uncompiled"
-            )
-        if any(each.value in outs for each in inputs):
-            raise CaptureError(
-                f"{joint.name} returns one of its arguments or parameters, which a compiled "
-                f"function cannot do: return a copy (clone())"
-            )
+        self._at: list[list[Any]] = [
+            list(map(self.forward.index_of, self._computed)),
+            list(map(self.forward.index_of, self._saved)),
+            *([_position(leaf, part) for leaf in part.graph.result] for part in self.parts[1:]),
+        ]
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """Run the forward program with autograd: the result, and the call.
