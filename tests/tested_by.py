@@ -70,8 +70,12 @@ _ROWS = (
     ("parallel", "data_parallel/*", "data_parallel/test_ddp data_parallel/test_ddp_changes"),
     # Each step of a fully sharded module needs all parts of the package.
     ("parallel", "fully_sharded/*", "fully_sharded"),
-    ("parallel", "pipeline/actions pipeline/listing pipeline/notation", "pipeline/test_schedule"),
-    ("parallel", "pipeline/results", "pipeline/test_stages"),
+    (
+        "parallel",
+        "pipelines/actions pipelines/listing pipelines/notation",
+        "pipelines/test_schedule",
+    ),
+    ("parallel", "pipelines/results", "pipelines/test_stages"),
     ("parallel", "resilient/*", "resilient"),
     ("parallel", "tensor_parallel/*", "tensor_parallel/test_styles tensor_parallel/test_deriving"),
     ("plan", "*", "test_job test_mismatches"),

@@ -140,7 +140,7 @@ API = {
             "pipeline",
             "Pipelines",
             "tilework.parallel",
-            ("parallel.pipeline",),
+            ("parallel.pipelines",),
             "Models cut into stages, and schedules that are proven before they run.",
         ),
         ApiPage(

@@ -38,8 +38,8 @@ from tilework.parallel.model_averaging import (
     average_parameters_or_parameter_groups,
     get_params_to_average,
 )
-from tilework.parallel.pipeline.schedule import Schedule
-from tilework.parallel.pipeline.stages import Stages, pipeline
+from tilework.parallel.pipelines.schedule import Schedule
+from tilework.parallel.pipelines.stages import Stages, pipeline
 from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.context_style import ContextParallel

@@ -17,7 +17,7 @@ from tilework.comm.world import current_world, get_rank, get_world_size
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import layout_of, local_tensor_of, wrap
 from tilework.layout import Box, Tile, Tiling
-from tilework.parallel.pipeline.stages import Stages
+from tilework.parallel.pipelines.stages import Stages
 from tilework.parallel.resilient.catalog import Described, described
 from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
 from tilework.tiled import TiledTensor

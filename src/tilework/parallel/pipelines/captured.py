@@ -13,7 +13,7 @@ from tilework.dtensor import DTensor
 from tilework.late_names import late_name
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import FSDPModule
-from tilework.parallel.pipeline.stage import Route
+from tilework.parallel.pipelines.stage import Route
 
 
 def stage_forward(

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from tilework.parallel.pipeline import notation, proof
-from tilework.parallel.pipeline.actions import (
+from tilework.parallel.pipelines import notation, proof
+from tilework.parallel.pipelines.actions import (
     WHOLE,
     Action,
     ActionStep,
@@ -18,7 +18,7 @@ from tilework.parallel.pipeline.actions import (
     StageCost,
     StageMessage,
 )
-from tilework.parallel.pipeline.listing import Rules, list_orders
+from tilework.parallel.pipelines.listing import Rules, list_orders
 from tilework.show import count_text
 
 __all__ = ["Action", "ActionStep", "Kind", "Schedule", "StageCost", "StageMessage"]

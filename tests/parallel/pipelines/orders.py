@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tilework.parallel.pipeline.schedule import Action, Kind, Schedule, StageMessage
+from tilework.parallel.pipelines.schedule import Action, Kind, Schedule, StageMessage
 
 Rows = Sequence[Sequence[Action]]
 

@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from tests.parallel.pipeline.orders import (
+from tests.parallel.pipelines.orders import (
     Rows,
     before,
     ends_on_a_strict_engine,
     legal_rows,
     random_case,
 )
-from tilework.parallel.pipeline.schedule import Action, Schedule
+from tilework.parallel.pipelines.schedule import Action, Schedule
 
 
 def test_legal_orders_are_accepted_and_end_on_the_strictest_engine() -> None:

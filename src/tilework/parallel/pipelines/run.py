@@ -17,10 +17,10 @@ from tilework.dtensor import DTensor
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
-from tilework.parallel.pipeline.captured import CapturedStages, stage_forward
-from tilework.parallel.pipeline.results import check_made
-from tilework.parallel.pipeline.schedule import Action, Schedule, StageMessage
-from tilework.parallel.pipeline.stage import Crossing, Route, Writable
+from tilework.parallel.pipelines.captured import CapturedStages, stage_forward
+from tilework.parallel.pipelines.results import check_made
+from tilework.parallel.pipelines.schedule import Action, Schedule, StageMessage
+from tilework.parallel.pipelines.stage import Crossing, Route, Writable
 
 #: The loss of a microbatch, from the model's result and the target.
 Loss = Callable[..., Tensor]

@@ -21,11 +21,11 @@ from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
-from tilework.parallel.pipeline.captured import CapturedStages
-from tilework.parallel.pipeline.results import check_results
-from tilework.parallel.pipeline.run import Execution, Loss, Microbatch, RunOptions, Scaler
-from tilework.parallel.pipeline.schedule import Schedule
-from tilework.parallel.pipeline.split import (
+from tilework.parallel.pipelines.captured import CapturedStages
+from tilework.parallel.pipelines.results import check_results
+from tilework.parallel.pipelines.run import Execution, Loss, Microbatch, RunOptions, Scaler
+from tilework.parallel.pipelines.schedule import Schedule
+from tilework.parallel.pipelines.split import (
     HowToSplit,
     Split,
     measured,
@@ -35,7 +35,7 @@ from tilework.parallel.pipeline.split import (
     stage_of,
     tied_names,
 )
-from tilework.parallel.pipeline.stage import Route, StageModule, Twin, default_generator, make_part
+from tilework.parallel.pipelines.stage import Route, StageModule, Twin, default_generator, make_part
 
 #: How losses of microbatches make the loss of a batch: "rows": means over rows; "sum": they add up;
 #: a function from a microbatch's target to the weight of the microbatch's mean.

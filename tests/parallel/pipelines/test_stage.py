@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallel.pipeline.models import alone, assert_equal, batch, piped, seeded, stages_of
+from tests.parallel.pipelines.models import alone, assert_equal, batch, piped, seeded, stages_of
 from tilework.parallel import Schedule
 from tilework.testing import run_ranks
 

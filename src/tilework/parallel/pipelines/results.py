@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from tilework.parallel.pipeline.stage import Ghost, Route
+from tilework.parallel.pipelines.stage import Ghost, Route
 
 
 def check_results(

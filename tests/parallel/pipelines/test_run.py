@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parallel.pipeline.models import alone, piped
-from tests.parallel.pipeline.orders import legal_rows
+from tests.parallel.pipelines.models import alone, piped
+from tests.parallel.pipelines.orders import legal_rows
 from tilework.parallel import Schedule
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.parallel.pipeline.models import Listed
-from tilework.parallel.pipeline.split import Split, names_of_cuts, split_model
+from tests.parallel.pipelines.models import Listed
+from tilework.parallel.pipelines.split import Split, names_of_cuts, split_model
 
 
 def stages_by_unit(how: Any, stages: int, model: nn.Module | None = None, **times: float) -> Any:

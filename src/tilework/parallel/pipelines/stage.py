@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
-from tilework.parallel.pipeline.split import CallOrder, Split, copied, stage_of
+from tilework.parallel.pipelines.split import CallOrder, Split, copied, stage_of
 from tilework.show import bytes_text
 from tilework.tiled.rules import call_on_meta
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
-from tilework.parallel.pipeline.actions import KINDS, Action, Kind, StageCost
-from tilework.parallel.pipeline.proof import Orders, Timing
+from tilework.parallel.pipelines.actions import KINDS, Action, Kind, StageCost
+from tilework.parallel.pipelines.proof import Orders, Timing
 from tilework.show import Page, Span, TextTable, timeline
 
 #: The kinds in torch's tables. Sends and receives, which follow from the order, are None.

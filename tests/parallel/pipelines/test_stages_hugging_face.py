@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.pipeline.models import seeded, stages_of, together
+from tests.parallel.pipelines.models import seeded, stages_of, together
 from tilework.parallel import Schedule
 from tilework.testing import run_ranks
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from tilework.parallel.pipeline.schedule import Action, Schedule, StageCost
+from tilework.parallel.pipelines.schedule import Action, Schedule, StageCost
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 9, 16, 24)]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.parallel.pipeline.models import Block, batch, seeded, stages_of, together
+from tests.parallel.pipelines.models import Block, batch, seeded, stages_of, together
 from tilework.capture import capture
 from tilework.checkpoint import load, save
 from tilework.mesh import init_device_mesh
@@ -26,7 +26,7 @@ from tilework.parallel import (
     parallelize_module,
     pipeline,
 )
-from tilework.parallel.pipeline.schedule import Action
+from tilework.parallel.pipelines.schedule import Action
 from tilework.testing import run_ranks
 
 one_f_one_b = Schedule.one_forward_one_backward

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parallel.pipeline.models import (
+from tests.parallel.pipelines.models import (
     alone,
     assert_equal,
     batch,
@@ -19,10 +19,10 @@ from tests.parallel.pipeline.models import (
     stages_of,
     together,
 )
-from tests.parallel.pipeline.orders import legal_rows
-from tests.parallel.pipeline.test_schedule import of_torch
-from tests.parallel.pipeline.test_stages import Tied
-from tests.parallel.pipeline.test_stages_wrapped import TENSOR_PLAN, full
+from tests.parallel.pipelines.orders import legal_rows
+from tests.parallel.pipelines.test_schedule import of_torch
+from tests.parallel.pipelines.test_stages import Tied
+from tests.parallel.pipelines.test_stages_wrapped import TENSOR_PLAN, full
 from tilework.errors import CaptureError
 from tilework.mesh import init_device_mesh
 from tilework.parallel import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tilework.parallel.pipeline.actions import Action, Kind, StageCost
+from tilework.parallel.pipelines.actions import Action, Kind, StageCost
 
 Orders = tuple[tuple[Action, ...], ...]
 #: From a microbatch, and the place of a stage among the rank's stages: the less, the more urgent.

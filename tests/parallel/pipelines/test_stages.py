@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parallel.pipeline.models import (
+from tests.parallel.pipelines.models import (
     Listed,
     Net,
     alone,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from tilework.parallel.pipeline.actions import (
+from tilework.parallel.pipelines.actions import (
     LETTERS,
     WHOLE,
     Action,

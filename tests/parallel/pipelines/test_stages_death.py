@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 
-from tests.parallel.pipeline.models import batch, seeded, stages_of
+from tests.parallel.pipelines.models import batch, seeded, stages_of
 from tilework.errors import PeerLostError
 from tilework.launch import spawn
 from tilework.parallel import Schedule
