@@ -41,7 +41,7 @@ def branch(act: Callable[[], Any]) -> list[Branch]:
 
 def test_a_branch_that_changes_nothing_is_said() -> None:
     (found,) = branch(lambda: None)
-    assert "test_trainings.py" in found.site
+    assert "test_unknown.py" in found.site
     assert str(found).endswith("same for the plan")
 
 

@@ -40,7 +40,7 @@ _READS = {
 }
 _ANSWERS = ("item", "__float__", "__bool__", "tolist", "__repr__", "__format__")
 #: The folder of tilework, whose code knows of tensors without memory.
-OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _KINDS = (Tensor, torch.nn.Parameter, DTensor)
 #: Facts about the device, as the program would see them on a real rank.
 _DEVICE = {"is_meta": False, "is_cpu": True, "is_cuda": False}
@@ -179,7 +179,7 @@ def _attribute(name: str, original: Any, value: Any) -> property:
         if found is value or _plain_truth or type(self) not in _KINDS or not is_meta(self):
             return found
         caller = sys._getframe(1).f_code.co_filename
-        return found if caller.startswith(OWN) or lacks_memory(self) else value
+        return found if caller.startswith(_OWN) or lacks_memory(self) else value
 
     return _Claim(read, name)
 

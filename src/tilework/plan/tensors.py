@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,7 +24,7 @@ from tilework.dtensor.internal import tensors_in
 from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
 from tilework.plan.repeats import keep, key_of, repeated
-from tilework.plan.replacing import OWN, truthful
+from tilework.plan.replacing import truthful
 from tilework.plan.unknown import decided, is_unknown, refuse
 from tilework.tiled.rules import call_on_meta
 
@@ -36,11 +34,6 @@ _MEMORYLESS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_stri
 _FILLS = (
     *("normal_", "uniform_", "zero_", "fill_", "random_", "bernoulli_", "exponential_"),
     *("cauchy_", "geometric_", "log_normal_"),
-)
-#: Folders of code between the program and this mode: torch, and the modes that count.
-_BETWEEN = (
-    os.path.dirname(torch.__file__),
-    *(os.path.join(OWN, *name) for name in (("plan", "tensors"), ("plan", "timing"), ("inspect",))),
 )
 _aten = torch.ops.aten
 
@@ -67,7 +60,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.has_infinities and math.inf in map(_size, args) and not _compares(func):
             self.has_infinities = True
         asked = kwargs.get("device") if not tensors or _is_like(func) else None  # copies name it
-        if _is_asked(asked) if asked else any(map(self._is_absent, tensors)):
+        if _is_asked(asked) if asked else tensors and all(map(self._is_absent, tensors)):
             result = self._run(func, tensors, args, kwargs)
             for tensor in tensors_in(result):
                 self.pretence.note_absent(tensor)
@@ -302,14 +295,8 @@ def _is_fill(func: Any) -> bool:
 
 
 def _is_asked(device: Any) -> bool:
-    """True if the program itself asks for meta: to tilework's code a job's device is meta."""
-    is_backward = torch._C._current_graph_task_id() != -1  # then torch asks
-    if is_backward or torch.device(device).type != "meta":
-        return False
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame is None or not frame.f_code.co_filename.startswith(OWN)
+    """True within ``torch.device("meta")``; torch's own code names the device of its arguments."""
+    return torch.device(device).type == "meta" and torch.get_default_device().type == "meta"
 
 
 def _size(value: Any) -> float:

@@ -24,7 +24,7 @@ from tilework.comm.per_call.internal import call_site, current_pretence
 from tilework.errors import PretendError
 
 #: The most answers at one line, no and yes: a loop that ends by a value never ends here.
-_MOST_ANSWERS = 100_000, 1000
+_MOST_ANSWERS = 10_000, 1000
 _is_nan = math.isnan
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=", "ne": "<>"}
 #: The answers of ``math`` about numbers that are finite.
