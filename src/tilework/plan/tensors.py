@@ -124,10 +124,11 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.full(args[0].shape, known, dtype=torch.bool)
         if _is_question(func):
             return decided()
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        if "generator" in kwargs:
-            kwargs["generator"] = None
+        return self._computed(func, args, kwargs, all_meta)
+
+    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any], all_meta: bool) -> Any:
+        kwargs |= {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+        kwargs |= {"generator": None} if "generator" in kwargs else {}
         written = _written(func)
         if all_meta and written == (0,) and len(tensors_in((args, kwargs))) == 1 and _is_fill(func):
             return args[0]
