@@ -47,7 +47,7 @@ def _made(name: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
-        transformers.logging.set_verbosity_error()
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         config = getattr(transformers, f"{name}Config")(use_cache=False, **options)
         kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
         model: nn.Module = getattr(transformers, kind)(config)
