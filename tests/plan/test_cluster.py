@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.plan.programs import Block
 from tilework.plan import Cluster, measured_here, memory_bytes, pretend
-from tilework.plan.cluster import Operator
+from tilework.plan.cluster import CountedOperator
 
 
 def test_a_description_is_kept_in_a_file(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_longer_programs_take_longer_and_estimates_are_called_so() -> None:
 
 def test_a_measured_operator_takes_the_measured_rate_and_others_the_roofline() -> None:
     cluster = Cluster(flops=1e9, bandwidth=1e9, call_seconds=0.0, operators={"aten::mm": 1e-6})
-    known, other = Operator("aten::mm", 1000, 10), Operator("aten::bmm", 1000, 10)
+    known, other = CountedOperator("aten::mm", 1000, 10), CountedOperator("aten::bmm", 1000, 10)
     assert cluster.seconds_of([known]) == pytest.approx(1e-3)
     assert cluster.seconds_of([known, other]) == pytest.approx(1e-3 + 1e-6)
 

@@ -40,7 +40,7 @@ def memory_bytes(text: str | int | float) -> int:
     return int(float(found[1]) * known[unit.lower()])
 
 
-class Operator(NamedTuple):
+class CountedOperator(NamedTuple):
     """A call of an operator: the name, the floating-point operations, the bytes it touches."""
 
     name: str
@@ -108,11 +108,11 @@ class Cluster:
             self.network_seconds_per_byte,
         )
 
-    def seconds_of(self, operators: Iterable[Operator]) -> float:
+    def seconds_of(self, operators: Iterable[CountedOperator]) -> float:
         """The expected time of operators, one after the other."""
         return sum(self._seconds(each) for each in operators)
 
-    def _seconds(self, operator: Operator) -> float:
+    def _seconds(self, operator: CountedOperator) -> float:
         known = self.operators.get(operator.name)
         if known is not None:
             return known * operator.amount + self.call_seconds

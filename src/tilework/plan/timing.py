@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from tilework.comm.per_call.internal import PretendedCall
 from tilework.dtensor.internal import tensors_in
 from tilework.inspect import MemoryByUse
-from tilework.plan.cluster import Cluster, Operator
+from tilework.plan.cluster import Cluster, CountedOperator
 from tilework.plan.mismatches import Prices, passed_times
 
 
@@ -62,7 +62,7 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.computed: list[float] = []
         #: The place of the first call, and the seconds, from which on time counts.
         self.begun = 0, 0.0
-        self.operators: list[Operator] = []
+        self.operators: list[CountedOperator] = []
 
     def note(self, _: PretendedCall) -> None:
         """Note how far the rank is when it makes a call."""
@@ -85,7 +85,7 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with contextlib.suppress(Exception):  # in a form that torch cannot count
                 flops = count(*args, **kwargs, out_val=result)
         nbytes = sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))
-        operator = Operator(func._schema.name, flops, nbytes)
+        operator = CountedOperator(func._schema.name, flops, nbytes)
         self.operators.append(operator)
         self.seconds += self.cluster.seconds_of([operator])
         return result
