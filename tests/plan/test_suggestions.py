@@ -80,7 +80,7 @@ APPLIED = (
 )
 
 
-@pytest.mark.parametrize(("make", "plan"), APPLIED, ids=lambda each: str(each).replace(" ", ""))
+@pytest.mark.parametrize(("make", "plan"), APPLIED, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_an_applied_plan_trains_as_the_model(
     make: Callable[[], nn.Module], plan: ModelPlan
 ) -> None:

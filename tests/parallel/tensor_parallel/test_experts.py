@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
 from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor
@@ -93,6 +95,26 @@ def test_replicated_rows_give_the_dense_mixture(ranks: int, experts: int, top: i
         torch.testing.assert_close(dense(mine, rows), expected)
 
     run_ranks(ranks, program)
+
+
+def test_an_activation_checkpoint_recomputes_the_mixture() -> None:
+    model, rows = mixture(5, 2)
+    expected = dense(model, rows)
+
+    def program(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        styles = {"experts": ExpertParallel("replicate")}
+        parallelize_module(mine, init_device_mesh("cpu", (2,)), styles)
+        again = partial(checkpoint, mine.forward, use_reentrant=False)
+        mine.forward = again  # type: ignore[method-assign]
+        for _ in range(3):  # trials of the module are made in some forwards
+            mine.zero_grad()
+            given = rows.clone().requires_grad_()
+            out = mine(given)
+            out.square().sum().backward()
+            torch.testing.assert_close((out, given.grad, gradients(mine)), expected)
+
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

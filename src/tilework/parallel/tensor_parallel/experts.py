@@ -402,10 +402,11 @@ class _Experts:
         placements: list[Placement] | None,
     ) -> None:
         """Keep what :func:`balance_loss` needs, while the graph of the forward lives."""
-        in_backward = torch._C._current_graph_task_id() != -1  # recomputed for a checkpoint
-        if result.grad_fn is None or not weights.requires_grad or in_backward:
+        if result.grad_fn is None or not weights.requires_grad:
             return
         weight = weights.new_zeros(len(routed)).index_add(0, flat, weights.reshape(-1))
+        if torch._C._current_graph_task_id() != -1:  # recomputed, and saved, for a checkpoint
+            return
         at = placements and [Partial() if isinstance(e, Shard) else e for e in placements]
         counts, sizes = flat.new_tensor(routed), (len(weights), weights.shape[1])
         noted = _Balance(counts, weight, *sizes, self.axis.mesh, at or None)
