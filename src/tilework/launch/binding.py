@@ -40,13 +40,6 @@ def sets_for(mode: BindMode, ranks: int, topology: Topology) -> CpuSets:
 
     Raises:
         ValueError: ``mode`` is ``cores``, and there are fewer cores than ranks.
-
-    Example:
-        >>> one_node = Topology((frozenset({0, 1}),), (frozenset({0}), frozenset({1})))
-        >>> [sorted(each) for each in sets_for("cores", 2, one_node)]
-        [[0], [1]]
-        >>> [sorted(each) for each in sets_for("numa", 2, one_node)]
-        [[0, 1], [0, 1]]
     """
     cores = len(topology.cores)
     if mode == "none" or (mode == "auto" and ranks > cores):
@@ -89,16 +82,8 @@ def bound_sets(mode: BindMode, ranks: int, root: Path = Path("/")) -> Iterator[C
 
     ``auto`` does not bind ranks if another job of this user holds any of these CPUs, or if a
     control group grants less than the full time of all CPUs, since other processes then work on
-    them.
-
-    Args:
-        mode: As for :func:`sets_for`.
-        ranks: The number of ranks on this host.
-        root: The folder of ``proc`` and ``sys``; for tests.
-
-    Raises:
-        ValueError: As for :func:`sets_for`.
-        OSError: This system cannot bind processes to CPUs.
+    them. Raises as :func:`sets_for`, and OSError if this system cannot bind processes to CPUs.
+    ``root``, the folder of ``proc`` and ``sys``, is for tests.
     """
     sets = _wanted(mode, ranks, root)
     with hold(frozenset[int]().union(*sets)) as held:
@@ -122,11 +107,6 @@ def hold(cpus: Collection[int]) -> Iterator[bool]:
     """Hold ``cpus`` for this process until the block ends.
 
     Yields False if another process of the user holds any of them, or if they cannot be locked.
-
-    Example:
-        >>> with hold([]) as held:
-        ...     held
-        True
     """
     if not cpus:
         yield True

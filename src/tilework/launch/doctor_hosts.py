@@ -55,15 +55,11 @@ _OUTLIER: Final = 4.0
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """A link between two hosts, as the host that connected has measured it.
+    """A link between two hosts, as the host that connected (the source) has measured it.
 
-    Attributes:
-        source: The number of that host.
-        target: The number of the other.
-        error: Why there was no connection; empty if there was.
-        trip: The shortest time of a round trip, in seconds.
-        clock: Seconds by which the other's clock is ahead.
-        rate: Bytes per second to the other.
+    ``error``, if not empty, says why there was no connection; ``trip`` is the shortest time of a
+    round trip; ``clock`` how far the other's clock is ahead (seconds); ``rate`` in bytes per
+    second.
     """
 
     source: int
@@ -77,13 +73,9 @@ class LinkFigures:
 def doctor_of_hosts(host: str, port: int, hosts: int) -> int:
     """Try what a job over ``hosts`` hosts needs, with the doctors of the others; blocks.
 
-    The host that has the address ``host`` serves the store at which the doctors meet.
-
-    Returns:
-        0 if all is well, else 1; the same on all hosts that met.
-
-    Raises:
-        NodesError: TILEWORK_SECRET is not hexadecimal.
+    The host that has the address ``host`` serves the store at which the doctors meet. Returns 0 if
+    all is well, else 1: the same on all hosts that met. Raises NodesError if TILEWORK_SECRET is not
+    hexadecimal.
     """
     secret = secret_bytes(os.environ.get("TILEWORK_SECRET", ""))
     with contextlib.ExitStack() as stack:

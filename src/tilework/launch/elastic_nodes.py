@@ -35,12 +35,7 @@ _WORD_SECONDS: Final = 3.0
 
 
 class ServiceLink(NodeLink):
-    """A launcher's connection to a ``tilework store``, which tells it of all others.
-
-    Args:
-        peer: The connection.
-        where: The address of the service, for messages.
-    """
+    """A launcher's connection to a ``tilework store``, which tells it of all others."""
 
     def __init__(self, peer: socket.socket, where: str) -> None:
         super().__init__(_NO_NODE, (), ())
@@ -85,9 +80,8 @@ class ServiceLink(NodeLink):
 def join_service(settings: LaunchSettings) -> Nodes:
     """Take seats at the ``tilework store`` of ``settings.rdzv``; blocks until there are some.
 
-    Raises:
-        NodesError: The time was up, or this launcher does not fit to the others.
-        DistNetworkError: Nobody serves at that address.
+    Raises NodesError if the time was up, or this launcher does not fit to the others;
+    DistNetworkError if nobody serves at that address.
     """
     assert settings.rdzv is not None
     host, port = settings.rdzv

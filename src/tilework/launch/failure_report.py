@@ -37,12 +37,7 @@ _VIEW: Final = re.compile(r"shape '\[(?P<shape>[-\d, ]+)\]' is invalid for input
 
 
 def hint(error: BaseException) -> str:
-    """The advice for ``error``; empty where there is none. Never raises.
-
-    Example:
-        >>> hint(ValueError("too large"))
-        ''
-    """
+    """The advice for ``error``; empty where there is none. Never raises."""
     with suppress(Exception):  # the error must be reported, whatever objects are in the frames
         text = text_of(error)
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -363,11 +358,6 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     The peers of a rank that dies fail a moment later because they miss it, and the launcher may
     hear of them first: it collects failures for a moment. A failure that does not look like the
     consequence of another is preferred; among equals, the earliest.
-
-    Example:
-        >>> last = RankFailure(rank=1, time=2.0, code=1)
-        >>> root_cause([last, RankFailure(rank=0, time=1.0, code=-9)]).rank
-        0
     """
     return min(failures, key=lambda f: (f.is_consequence, f.is_echo, f.happened, f.rank))
 

@@ -98,12 +98,7 @@ _HINTS: Final = {
 
 
 def headline(failure: RankFailure) -> str:
-    """A line that says which rank failed, where and how; long messages are cut after a clause.
-
-    Example:
-        >>> headline(RankFailure(rank=1, time=0.0, code=3))
-        'rank 1 failed: exit code 3'
-    """
+    """A line that says which rank failed, where and how; long messages are cut after a clause."""
     return _headline_and_rest(failure)[0]
 
 
@@ -140,12 +135,7 @@ def _beginning(text: str, room: int) -> str:
 
 
 def cause(failure: RankFailure) -> str:
-    """A description of how a rank failed, without the rank's number.
-
-    Example:
-        >>> cause(RankFailure(rank=1, time=0.0, code=3))
-        'exit code 3'
-    """
+    """A description of how a rank failed, without the rank's number ("exit code 3")."""
     return _how(failure)
 
 

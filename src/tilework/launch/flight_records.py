@@ -60,9 +60,8 @@ class Reading:
 def print_diagnosis(folder: Path, as_json: bool = False) -> int:
     """Print the diagnosis of the flight records in ``folder``: which rank waits for which, and why.
 
-    Returns:
-        0: no rank waits for another, and nothing failed; 1: something is explained; 2: there is
-        no folder, or it holds no readable record.
+    Returns 0 if no rank waits for another, and nothing failed; 1 if something is explained; 2 if
+    there is no folder, or it holds no readable record.
     """
     try:
         reading = read_latest_run(folder)
@@ -80,11 +79,7 @@ def print_diagnosis(folder: Path, as_json: bool = False) -> int:
 
 
 def read_latest_run(folder: Path) -> Reading:
-    """The flight records in ``folder``; if there are records of several runs, of the latest run.
-
-    Raises:
-        OSError: There is no such folder, or it cannot be read.
-    """
+    """The flight records in ``folder``, of the latest run. Raises OSError if it cannot be read."""
     names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
     records, problems = [], []
     for name in names[:MAX_FILES]:

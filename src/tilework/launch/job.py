@@ -70,16 +70,9 @@ class Job:
     """Starts ranks, watches them, ends them and cleans up. A context manager.
 
     With a ``frontend`` this process is only the launcher: it passes output on and adopts the
-    processes that ranks leave behind. Without, ranks share this process's stdio.
-
-    Args:
-        settings: The settings of the launch.
-        program: The program of each rank.
-        threads: The number of torch's threads in each rank; None: as the user's environment says.
-        frontend: The input, output and signals of ``tilework run``; None: a program starts the
-            ranks.
-        cell: The notebook's cell that ranks print to; None: ranks share this process's stdio.
-        nodes: The launchers on other hosts, which start more of the ranks.
+    processes that ranks leave behind. Without, ranks share this process's stdio, or print to a
+    notebook's ``cell``. ``threads`` is torch's number in each rank (None: as the user's environment
+    says); ``nodes`` are the launchers on other hosts.
     """
 
     def __init__(
@@ -121,9 +114,8 @@ class Job:
     def __enter__(self) -> Job:
         """Start every rank; if a start fails, end the started ranks.
 
-        Raises:
-            OSError: No more processes, descriptors or ports.
-            TypeError: The program cannot be sent to fresh interpreters.
+        Raises OSError without more processes, descriptors or ports, TypeError if the program cannot
+        be sent to fresh interpreters.
         """
         try:
             self._start()

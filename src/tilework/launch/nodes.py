@@ -51,16 +51,9 @@ class _NodeFacts(NamedTuple):
 class NodeLink:
     """This launcher's connections: on node 0 to all other launchers, elsewhere to node 0.
 
-    Node 0 relays messages between the others.
-
-    Attributes:
-        is_elastic: True if the job goes on when nodes are lost.
-        ranks_elsewhere: How many ranks other nodes have that may train on; 0 if not elastic.
-
-    Args:
-        node: The number of this node.
-        hosts: The name of each node's host.
-        ranks: The number of ranks that each node starts.
+    Node 0 relays messages between the others. ``hosts`` are the names of the nodes' hosts,
+    ``ranks`` the numbers of ranks that nodes start. ``is_elastic`` says whether the job goes on
+    when nodes are lost, ``ranks_elsewhere`` how many ranks of other nodes may then train on.
     """
 
     def __init__(self, node: int, hosts: Sequence[str], ranks: Sequence[int]) -> None:
@@ -203,12 +196,7 @@ class NodesError(Exception):
 class NodePlace:
     """The part of a job's ranks that one launcher starts.
 
-    Attributes:
-        node: The number of this node.
-        nodes: The number of nodes.
-        first_rank: The first global rank of this node.
-        world_size: The number of ranks of the job.
-        late: True if the job has begun without these ranks: it has to let them in.
+    ``late``: the job has begun without these ranks, which it has to let in.
     """
 
     node: int
@@ -249,9 +237,8 @@ class Nodes:
 def join_nodes(settings: LaunchSettings) -> Nodes:
     """Meet the other launchers; blocks until all are there. Ctrl-C works as the caller has set it.
 
-    Raises:
-        NodesError: Launchers did not come in time, or have settings that must be equal but differ.
-        DistNetworkError: This host cannot listen on the address, or nobody serves there.
+    Raises NodesError if launchers did not come in time, or differ in settings that must be equal;
+    DistNetworkError if this host cannot listen on the address, or nobody serves there.
     """
     return _Meeting(settings).join()
 

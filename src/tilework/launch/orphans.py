@@ -41,10 +41,8 @@ def reap_orphans(but: Collection[int]) -> None:
 
 
 def end_orphans(seconds: float, but: Collection[int]) -> list[str]:
-    """Wait ``seconds`` for adopted processes (children not in ``but``) to end, then kill the rest.
-
-    Returns:
-        The killed processes, as "1234 (name)".
+    """Wait for adopted processes (children not in ``but``) to end, then kill the rest: return
+    these, as "1234 (name)".
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -82,13 +80,10 @@ if [ -n "$3" ]; then exec "$1" -I -S "$2" "$3" >/dev/null 2>&1 </dev/null; fi
 
 
 class Guardian:
-    """Kills a job's processes, and removes folders, if this process dies without calling close.
+    """Kills a job's processes, and removes the folders of the job's store and of the ranks' results
+    (None: there is none), if this process dies without calling close.
 
     Without ``/bin/sh`` on this system it does nothing, and :attr:`pid` is None.
-
-    Args:
-        folder: The folder of the job's store, to remove; None: there is none.
-        results: The folder of the ranks' results, to remove; None: there is none.
     """
 
     def __init__(self, folder: Path | None = None, results: str | None = None) -> None:

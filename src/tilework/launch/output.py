@@ -35,9 +35,6 @@ class NonblockingOutput:
     The launcher must notice a dead rank or a Ctrl-C even while the reader of its output (``less``,
     a terminal after Ctrl-S) does not read. A non-blocking descriptor would be so for the shell as
     well, which shares it: instead each write follows a poll and is kept small.
-
-    Args:
-        fd: The descriptor.
     """
 
     def __init__(self, fd: int) -> None:
@@ -72,10 +69,8 @@ class NonblockingOutput:
             self._write_piece()
 
     def flush(self, seconds: float | None) -> None:
-        """Block until all queued bytes are written or ``seconds`` have passed.
-
-        After that time the call returns without an error, and the rest stays queued. With None
-        there is no limit of time.
+        """Block until all queued bytes are written, or ``seconds`` (None: no limit) have passed;
+        then the rest stays queued.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._pending:
@@ -115,10 +110,8 @@ _MAX_PENDING_BYTES: Final = 1 << 20
 class Screen:
     """A destination: the launcher's stdout or stderr, or both if they are the same.
 
-    Args:
-        fd: The descriptor.
-        live_prefix: The prefix of rank 0's lines, if rank 0 is shown live here.
-        merged_ranks: The number of ranks whose equal lines are merged; 0: each line stays.
+    ``live_prefix`` is the prefix of rank 0's lines, if rank 0 is shown live here; equal lines of
+    ``merged_ranks`` ranks are merged (0: each line stays).
     """
 
     def __init__(self, fd: int, live_prefix: bytes = b"", merged_ranks: int = 0) -> None:
@@ -169,13 +162,9 @@ class Screen:
 
 
 class RankStream:
-    """The launcher's end of one rank's stdout or stderr (or both).
+    """The launcher's end of one rank's stdout or stderr (or both); owns the descriptor ``fd``.
 
-    Args:
-        fd: The descriptor to read from; owned from here on.
-        screen: The destination.
-        assembler: Makes lines of the bytes; None: rank 0's live terminal.
-        log: The log file of this stream; None: no log.
+    ``assembler`` makes lines of the bytes (None: rank 0's live terminal).
     """
 
     def __init__(
@@ -236,10 +225,9 @@ class RankStream:
 
 
 class LogFile:
-    """A file that gets a rank's bytes unchanged. A full disk ends the log, not the job.
+    """A new file that gets a rank's bytes unchanged. A full disk ends the log, not the job.
 
-    Args:
-        path: The path; an existing file is replaced. Raises OSError if it cannot be written.
+    Raises OSError if ``path`` cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -268,11 +256,9 @@ class LogFile:
 
 @dataclass(frozen=True)
 class RankEnds:
-    """The write ends of a rank's output; the launcher closes them once the rank has started.
+    """The write ends of a rank's output, which may be the same descriptor.
 
-    Attributes:
-        stdout: The descriptor for standard output.
-        stderr: The descriptor for standard error; may be the same.
+    The launcher closes them once the rank has started.
     """
 
     stdout: int
@@ -287,8 +273,7 @@ class RankEnds:
 class Output:
     """The output of one job. Owns every descriptor but the launcher's 1 and 2.
 
-    Raises:
-        OSError: The folder for logs cannot be made or written.
+    Raises OSError if the folder for logs cannot be made or written.
     """
 
     def __init__(self, settings: LaunchSettings) -> None:

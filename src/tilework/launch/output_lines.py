@@ -16,12 +16,7 @@ _COLOURS: Final = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def prefix_for(rank: int, colour: bool) -> bytes:
-    """The prefix of the lines of ``rank``.
-
-    Example:
-        >>> prefix_for(3, colour=False)
-        b'[3] '
-    """
+    """The prefix of the lines of ``rank``: "[3] "."""
     text = f"[{rank}]".encode()
     if colour:
         text = b"\x1b[%dm%s%s" % (_COLOURS[rank % len(_COLOURS)], text, _RESET)
@@ -31,11 +26,8 @@ def prefix_for(rank: int, colour: bool) -> bytes:
 class LineAssembler:
     """Collects bytes and returns full lines, each with the prefix; bytes stay unchanged.
 
-    Args:
-        prefix: The text before each line; may be empty.
-        terminal: Whether lines go to a terminal: then a colour that a line leaves on ends with the
-            line, and a line rewritten by carriage returns is shown in the last state.
-        rank: The rank that writes the lines.
+    On a ``terminal`` a colour that a line leaves on ends with the line, and a line rewritten by
+    carriage returns is shown in the last state.
     """
 
     def __init__(self, prefix: bytes, terminal: bool, rank: int = 0) -> None:
@@ -114,16 +106,6 @@ class LineMerger:
     Ranks mostly write the same lines at almost the same time, so a line waits a moment for the
     others': ``[0-3] loading``. The order of each rank's own lines stays, and a warning is shown
     once for the job. For a person: separate output to a pipe or file, and logs, stay unchanged.
-
-    Args:
-        ranks: The number of ranks that write here.
-
-    Example:
-        >>> merger = LineMerger(2)
-        >>> merger.feed(0, b"[0] ", b"[0] hello\n", now=0.0)
-        b''
-        >>> merger.feed(1, b"[1] ", b"[1] hello\n", now=0.01)
-        b'[0-1] hello\n'
     """
 
     def __init__(self, ranks: int) -> None:
@@ -261,11 +243,7 @@ _MAX_FRAME_BYTES: Final = 64 << 10
 
 
 class LiveDisplay:
-    """Turns rank 0's bytes, and other ranks' lines, into bytes for one terminal.
-
-    Args:
-        prefix: The text before rank 0's lines; may be empty.
-    """
+    """Turns rank 0's bytes, and other ranks' lines, into bytes for one terminal."""
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix

@@ -19,15 +19,7 @@ from tilework.plan import Cluster, pretend
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The options of ``tilework plan``.
-
-    Attributes:
-        ranks: The number of ranks.
-        hosts: The number of hosts.
-        memory: The memory of a rank, as text; None: as the cluster says.
-        cluster: The file that describes the cluster; None: there is none.
-        everyone: True to run each rank, not each kind.
-    """
+    """The options of ``tilework plan``; ``everyone``: run each rank, not each kind."""
 
     ranks: int
     hosts: int = 1
@@ -39,8 +31,7 @@ class PlanSettings:
 def plan_program(settings: PlanSettings, program: Program) -> int:
     """Print the report on a program; return 0, or 1 if a rank parts, fails or lacks memory.
 
-    Raises:
-        ValueError: The settings contradict each other, or a file is no cluster.
+    Raises ValueError if the settings contradict each other, or a file is no cluster.
     """
     cluster = Cluster() if settings.cluster is None else Cluster.read(settings.cluster)
     with pretend(settings.ranks, settings.hosts, settings.memory, cluster) as job:

@@ -183,13 +183,7 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Standard:
-    """The descriptors for a rank's standard streams; None: the launcher's own.
-
-    Attributes:
-        stdin: Standard input.
-        stdout: Standard output.
-        stderr: Standard error.
-    """
+    """The descriptors for a rank's standard streams; None: the launcher's own."""
 
     stdin: int | None = None
     stdout: int | None = None
@@ -207,10 +201,7 @@ class Starter(Protocol):
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
         """Start ``plan.rank``; return its process id.
 
-        Args:
-            plan: The plan of the rank's process.
-            standard: The rank's standard descriptors.
-            drop: Closes the launcher's descriptors; a forked child calls it.
+        A forked child calls ``drop``, which closes the launcher's descriptors.
         """
         ...
 
@@ -222,12 +213,9 @@ class Starter(Protocol):
 class ForkStarter:
     """Starts ranks by forking this process.
 
-    Args:
-        program: The program to run.
-        whole_process: True if the program replaces this process's own (``tilework run``): the
-            process's exit handlers, also those of libraries imported before the fork, then belong
-            to the rank. False for a function called from a larger program, which keeps its exit
-            handlers.
+    With ``whole_process`` the program replaces this process's own (``tilework run``): the process's
+    exit handlers, also those of libraries imported before the fork, then belong to the rank. A
+    larger program, of which ranks run a function, keeps its exit handlers.
     """
 
     def __init__(self, program: Program, whole_process: bool) -> None:
@@ -277,9 +265,7 @@ class ForkStarter:
 class FreshStarter:
     """Starts ranks as fresh interpreters. Owns a file that all ranks read; close it afterwards.
 
-    Args:
-        plan: The plan of any rank; the differences between ranks are given to :meth:`start`.
-        program: The program to run. Raises TypeError if it cannot be pickled.
+    ``plan`` is of any rank. Raises TypeError if the program cannot be pickled.
     """
 
     def __init__(self, plan: RankPlan, program: Program) -> None:

@@ -45,11 +45,7 @@ class Packed:
         return _Unpickler(io.BytesIO(self.data)).load()
 
     def load_result(self, rank: int) -> Any:
-        """The value that a rank returned.
-
-        Raises:
-            TypeError: The value cannot be made in this process.
-        """
+        """The value that a rank returned. Raises TypeError if it cannot be made in this process."""
         try:
             return self.load()
         except Exception as error:
@@ -63,12 +59,7 @@ class Packed:
 def pack(value: object) -> Packed:
     """The value, with everything that another interpreter needs to load it.
 
-    Raises:
-        TypeError: The value cannot be pickled.
-
-    Example:
-        >>> pack([1, 2]).load()
-        [1, 2]
+    Raises TypeError if it cannot be pickled.
     """
     typed = main_is_typed()
     try:
@@ -155,12 +146,7 @@ def _recreate_main(how: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file, or a folder or zip archive that has a ``__main__.py``.
-
-    Attributes:
-        path: The path, as given.
-        arguments: The arguments after the path, for ``sys.argv``.
-    """
+    """A Python file, or a folder or zip archive that has a ``__main__.py``."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -183,12 +169,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Module:
-    """An importable module, or a package with a ``__main__`` module.
-
-    Attributes:
-        name: The dotted name.
-        arguments: The arguments after the name, for ``sys.argv``.
-    """
+    """An importable module, or a package with a ``__main__`` module."""
 
     name: str
     arguments: tuple[str, ...] = ()

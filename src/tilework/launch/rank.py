@@ -287,10 +287,8 @@ class PackedProgram:
 def payload(plan: RankPlan, program: Program) -> bytes:
     """The bytes that :func:`main` of each rank of a launch reads; equal for all ranks.
 
-    The rank's number and the pipe for failures are arguments instead.
-
-    Raises:
-        TypeError: The function or its arguments cannot be pickled.
+    The rank's number and the pipe for failures are arguments instead. Raises TypeError if the
+    function or its arguments cannot be pickled.
     """
     try:
         packed = pack(program)

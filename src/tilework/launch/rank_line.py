@@ -37,13 +37,7 @@ _STANDING: Final = ("deadlock", "mismatch", "failed", "waiting", "message", "bus
 
 @dataclass
 class RankLine:
-    """Asks, reads and writes; the supervisor's loop calls :meth:`look`.
-
-    Args:
-        seconds: The time between two lines.
-        folder: The folder of the ranks' flight records.
-        write: Called with each line.
-    """
+    """Asks, reads and writes a line every ``seconds``; the supervisor's loop calls :meth:`look`."""
 
     seconds: float
     folder: Path
@@ -58,11 +52,8 @@ class RankLine:
         self._next = self.due = time.monotonic() + self.seconds
 
     def look(self, ranks: Sequence[RankProcess], ask: Callable[[int], None]) -> None:
-        """Ask the ranks if it is time; write the line once they have answered, or had time to.
-
-        Args:
-            ranks: The ranks of this host.
-            ask: Sends a signal to the ranks that handle it.
+        """Ask the ranks of this host, by a signal, if it is time; write the line once they have
+        answered, or had time to.
         """
         now = time.monotonic()
         if now < self.due:
@@ -113,9 +104,7 @@ class RankLine:
 def behind(records: Mapping[int, Record], seconds: float) -> str:
     """The rank that the others wait for, in words; "" if the work is even.
 
-    Args:
-        records: By rank, the flight record.
-        seconds: Ranks stand still if an operation has run for this time.
+    Ranks stand still if an operation has run for ``seconds``.
     """
     findings = diagnose(records) if records else []
     running = [

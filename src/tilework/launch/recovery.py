@@ -42,11 +42,9 @@ class Happening:
 class Recovery:
     """The policy of a job for ranks that die, and the record of lost and new ranks.
 
-    Args:
-        restarts: How often ranks may be started again, in total.
-        least: The smallest number of ranks to continue with.
-        happenings: The events, in the order in which the launcher notes them. The times may be in
-            another order, as :meth:`note_told` adds events of ranks at the end of the job.
+    Ranks may be started again ``restarts`` times in total, and at least ``least`` must go on.
+    ``happenings`` are in the order in which the launcher notes them, not of time, as
+    :meth:`note_told` adds events of ranks at the end of the job.
     """
 
     restarts: int

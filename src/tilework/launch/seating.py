@@ -14,11 +14,7 @@ LAST_CALL_SECONDS: Final = 5.0
 class Seats:
     """The seats of one host: the ranks that its launcher starts.
 
-    Attributes:
-        node: The number of the host. A host that comes later may take over a number.
-        first: The first global rank.
-        ranks: The number of ranks.
-        host: The name of the host.
+    A host that comes later may take over the number of a lost one.
     """
 
     node: int
@@ -33,18 +29,9 @@ class Seats:
 
 
 class Seating:
-    """The seats of all hosts of a job.
+    """The seats of all hosts of a job, of which ``least`` must be there to begin and to go on.
 
-    Args:
-        least: The fewest hosts to begin and to go on with.
-        most: The most hosts. Launchers beyond them wait for a host to be lost.
-
-    Example:
-        >>> seating = Seating(1, 2)
-        >>> for caller, host in enumerate("ab"):
-        ...     seating.arrive(caller, 2, host, now=0.0)
-        >>> [seats.numbers for _, seats in seating.newly_seated(now=0.0)]
-        [range(0, 2), range(2, 4)]
+    Launchers beyond ``most`` wait for a host to be lost.
     """
 
     def __init__(self, least: int, most: int) -> None:

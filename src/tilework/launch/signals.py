@@ -38,13 +38,10 @@ def after_failure() -> list[TerminationStep]:
 
 
 def after_signal(number: int, grace: float = KILL_SECONDS) -> list[TerminationStep]:
-    """The steps after a user's signal: SIGINT after Ctrl-C, else SIGTERM; SIGTERM; SIGKILL.
+    """The steps after a user's signal: SIGINT after Ctrl-C, else SIGTERM; SIGTERM; SIGKILL after
+    ``grace`` seconds.
 
     SIGINT lets ranks run ``finally`` blocks.
-
-    Args:
-        number: The signal that the user sent to the launcher.
-        grace: Seconds until ranks are killed.
     """
     first = number if number == signal.SIGINT else signal.SIGTERM
     return [

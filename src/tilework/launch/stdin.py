@@ -35,8 +35,7 @@ class StandardInput:
     def wanted(self) -> bool:
         """True if the launcher should poll the terminal for input to pass on.
 
-        False without a terminal, after the end of input, and for a moment after another job had the
-        terminal.
+        Not without a terminal, after the end of input, or just after another job had the terminal.
         """
         return self._writer >= 0 and time.monotonic() >= self._not_before
 

@@ -42,11 +42,8 @@ _TIMEOUT: Final = timedelta(seconds=5)
 def serve_store(host: str, port: int, secret_text: str) -> int:
     """Serve stores at an address of this host, one job after the other, until Ctrl-C or SIGTERM.
 
-    Returns the exit status.
-
-    Raises:
-        NodesError: The secret is not hexadecimal.
-        DistNetworkError: The address is in use, or not of this host.
+    Returns the exit status. Raises NodesError if the secret is not hexadecimal, DistNetworkError if
+    the address is in use, or not of this host.
     """
     secret = secret_bytes(secret_text)
     if secret is None:
