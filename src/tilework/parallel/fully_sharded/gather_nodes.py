@@ -131,8 +131,7 @@ class Saved:
     def tensor(self) -> Tensor:
         """The tensor. Collective if the full parameters are not in memory.
 
-        Raises:
-            RuntimeError: The parameter was written to since forward.
+        Raises RuntimeError if the parameter was written to since forward.
         """
         if self.local._version != self.version:
             raise RuntimeError(
@@ -164,11 +163,8 @@ def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
 
     Hooks around this context (such as a checkpoint's) get the other tensors. Without hooks torch
     checks in backward that a saved tensor was not written to. Hooks switch that check off;
-    therefore this context makes it.
-
-    Args:
-        use: The module's forward pass; ``use.block(which)`` has the memory in backward.
-        gatherings: The full tensors.
+    therefore this context makes it. ``use``, the module's forward pass, has the memory in backward:
+    ``use.block(which)``.
     """
     around = _hooks_around(False)
     spans = list(gatherings)

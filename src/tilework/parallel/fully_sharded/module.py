@@ -269,12 +269,7 @@ more_advice.append(_advice_on_uses)
 
 
 def install(module: nn.Module, unit: Unit) -> None:
-    """Give a module the methods of FSDPModule, by a change of class, and the unit for them.
-
-    Args:
-        module: A module that was given to fully_shard; changed in place.
-        unit: The parameters of that call of fully_shard.
-    """
+    """Give a module the methods of FSDPModule, by a change of class, and the unit for them."""
     each: Any = module
     each.__class__ = _class_for(module)
     object.__setattr__(module, "_fsdp_state", unit)

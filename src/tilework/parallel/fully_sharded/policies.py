@@ -60,13 +60,10 @@ class DataParallelMeshDims:
 class Reduction:
     """The reduction of full gradients to gradients of shards.
 
-    Attributes:
-        is_due: False: gradients wait until the program asks for them, or until a pass where it is
-            True.
-        reduces_replicas: False: where there are replicas, gradients wait in the same way.
-        divide_factor: The divisor of sums over all ranks; None: the number of ranks.
-        sums: True to sum in the collectives, and divide afterwards.
-        hook: Called with each tensor of reduced gradients.
+    Unless it ``is_due``, gradients wait until the program asks for them, or until a pass where it
+    is; without ``reduces_replicas`` they wait where there are replicas. The divisor of sums over
+    all ranks is ``divide_factor``, else the number of ranks; with ``sums`` they are divided after
+    the collectives. ``hook`` is called with each tensor of reduced gradients.
     """
 
     is_due: bool = True
