@@ -28,11 +28,9 @@ WHOLE: Final[frozenset[str]] = frozenset(("gather", "free", "reduce"))
 class Action(NamedTuple):
     """Something that a rank does with a stage, and with a microbatch.
 
-    Attributes:
-        kind: "forward"; "backward", or the two halves "input_gradient" and "weights"; "gather" and
-            "free" a stage's sharded parameters; "reduce" a stage's gradients.
-        stage: The number of the stage.
-        microbatch: The number of the microbatch; -1 for "gather", "free" and "reduce".
+    The kinds: "forward"; "backward", or the two halves "input_gradient" and "weights"; "gather" and
+    "free" a stage's sharded parameters; "reduce" a stage's gradients. The last three are of no
+    microbatch (-1).
     """
 
     kind: Kind
@@ -50,15 +48,11 @@ class Action(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """The values that an action sends to the rank that needs them.
+    """An activation, or the gradient of an activation, that an action sends to the rank that needs
+    it.
 
-    Attributes:
-        number: The place in the order of all messages of a schedule. Both ranks count the same, so
-            the number can be the tag.
-        made_by: The action that makes the values: an activation or the gradient of an activation.
-        used_by: The action that needs the values.
-        source: The rank that sends.
-        target: The rank that receives.
+    ``number``, the place in the order of all messages of a schedule, can be the tag, since both
+    ranks count the same.
     """
 
     number: int
@@ -71,12 +65,9 @@ class StageMessage(NamedTuple):
 class ActionStep(NamedTuple):
     """An action of a rank, and the messages around it, in this order.
 
-    Attributes:
-        receives: The receives to post before the action starts. Some are for later actions.
-        takes: The message that has to be there before the action starts; None if the values are on
-            the rank, or the action needs none. The receive was posted in this step or before.
-        action: The action.
-        sends: The message to send afterwards, without waiting for the receiver; None if none.
+    Some of the ``receives`` that are posted before the action starts are for later actions. The
+    message that the action ``takes`` has to be there first; it was posted in this step or before.
+    The message that it ``sends`` does not wait for the receiver.
     """
 
     receives: tuple[StageMessage, ...]
@@ -88,10 +79,7 @@ class ActionStep(NamedTuple):
 class StageCost(NamedTuple):
     """The times that the actions of a stage take, in any unit, for a microbatch.
 
-    Attributes:
-        forward: The time of "forward".
-        input_gradient: The time of "input_gradient".
-        weights: The time of "weights". "backward" takes ``input_gradient + weights``.
+    "backward" takes ``input_gradient + weights``.
     """
 
     forward: float = 1
