@@ -78,16 +78,9 @@ def run_rank(
 ) -> RankRun:
     """Run ``program`` as one rank of a job. Blocks; starts no process.
 
-    Args:
-        program: The program.
-        rank: The rank.
-        job: The job.
-        around: A context in which the program runs.
-        listeners: Called with each call of the rank.
-        is_script: True if the program makes the default group; else the group is there.
-
-    Raises:
-        PretendError: The program needs a value that only a real run has.
+    It runs in the context ``around``; ``listeners`` are called with each of the rank's calls. A
+    script makes the default group; else the group is there. Raises PretendError if the program
+    needs a value that only a real run has.
     """
     run = RankRun(rank)
     pretence = Pretence(rank, job.ranks, job.hosts, job.device.type, job.values)
@@ -163,10 +156,6 @@ def place_of(rank: int, ranks: int, hosts: int) -> tuple[int, int, int]:
     """The first rank of the host of a rank, the number of ranks there, and the host's number.
 
     The first hosts have one rank more where the ranks do not divide.
-
-    Example:
-        >>> [place_of(rank, 5, 2) for rank in (0, 2, 3)]
-        [(0, 3, 0), (0, 3, 0), (3, 2, 1)]
     """
     least, more = divmod(ranks, hosts)
     border = more * (least + 1)

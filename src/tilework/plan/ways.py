@@ -88,15 +88,11 @@ Change = Callable[[nn.Module], nn.Module]
 
 @dataclass(frozen=True)
 class SharingWay:
-    """A way to share a model among ranks.
+    """A way to share a model among ranks, named as the axis of the mesh.
 
-    Attributes:
-        name: The name, and the axis of the mesh.
-        shares_batch: True if the ranks have different rows of a batch.
-        shrink: The sizes of a rank with ``degree`` ranks.
-        change: From the whole model and the setting to the change, which is made in each stage.
-        why_not: The reason why it cannot be with so many ranks; "" if it can.
-        apart_from: By other way, the reason why a plan cannot have both.
+    ``shares_batch``: ranks have different rows of a batch. ``shrink`` gives the sizes of a rank
+    with ``degree`` ranks; ``apply`` changes a model, for the axis's mesh and an example;
+    ``why_not`` is the reason why it cannot be with so many ranks ("" if it can).
     """
 
     name: str

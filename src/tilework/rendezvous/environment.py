@@ -80,10 +80,8 @@ def detect_environment(variables: _Variables | None = None) -> Settings | None:
 
 
 def integer(env: _Variables, name: str) -> int | None:
-    """The integer in the environment variable ``name``; None if the variable is not set.
-
-    Raises:
-        ValueError: The value of the variable is no integer.
+    """The integer in the environment variable ``name``, or None; raises ValueError if it is another
+    text.
     """
     text = env.get(name)
     if text is None:

@@ -44,12 +44,7 @@ UNSET = -1
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank and the number of ranks; -1 stands for a number that was not given.
-
-    Attributes:
-        rank: The global rank.
-        world_size: The number of ranks.
-    """
+    """A global rank and the number of ranks; -1 stands for a number that was not given."""
 
     rank: int = UNSET
     world_size: int = UNSET
@@ -68,10 +63,8 @@ class RankPlace:
             )
 
     def needed(self, url: str) -> RankPlace:
-        """This object itself, after a check that rank and world size are given.
-
-        Raises:
-            ValueError: A number is missing; the error says how to give it.
+        """This object itself; raises ValueError, which says how to give it, if a number is
+        missing.
         """
         for name in ("rank", "world_size"):
             if getattr(self, name) == UNSET:
@@ -152,12 +145,8 @@ class ServerWait:
     """Watches the other ranks while this rank waits for rank 0 to serve the store.
 
     Within :meth:`during` the wait raises PeerLostError if another rank has ended. A wait that lasts
-    long is reported on stderr.
-
-    Args:
-        place: This rank, and the number of ranks.
-        where: The address of the store, for messages; "" for the address from the environment.
-        one_host: True if only processes of this host can reach that address.
+    long is reported on stderr. ``where`` is the address for messages ("": from the environment);
+    ``one_host``: only processes of this host can reach it.
     """
 
     def __init__(self, place: RankPlace, where: str, one_host: bool) -> None:
@@ -306,13 +295,9 @@ def _is_launched() -> bool:
 
 
 def starting(ranks: int) -> str:
-    """The command to start this program on ``ranks`` ranks, for messages.
+    """The command to start this program on ``ranks`` ranks, for messages ("tilework run -n 2 ...").
 
     Empty if a launcher has started this process.
-
-    Example:
-        >>> starting(2)
-        'tilework run -n 2 ...'
     """
     program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "PROGRAM"
     return "" if _is_launched() else f"tilework run -n {ranks} {program}"

@@ -36,12 +36,8 @@ class EndedRanks:
     """The list in a store of a job's ranks that have ended and were not started again.
 
     The launcher keeps it in the job's store. If rank 0 serves that store, the launcher has a second
-    store for the list: rank 0 may be the rank that has ended.
-
-    A rank counts as ended after a failure, and also after the program has finished.
-
-    Args:
-        store: The store with the list, or a prefixed view of that store.
+    store for the list: rank 0 may be the rank that has ended. A rank counts as ended after a
+    failure, and also after the program has finished.
     """
 
     def __init__(self, store: Store) -> None:

@@ -170,10 +170,8 @@ class MultiprocessingChildren:
     def ended(self, size: int, identities: Collection[str], silent: int) -> int:
         """The number of ranks that ended before they announced their identity, as of now.
 
-        Args:
-            size: The number of ranks of the job.
-            identities: The identities of the ranks that have announced one, with this rank's.
-            silent: The number of ranks that have not announced one.
+        ``identities`` are of the ranks that have announced one, with this rank; ``silent`` counts
+        the others.
         """
         self.look()
         count = self._count_missing(size, identities)

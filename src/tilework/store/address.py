@@ -58,11 +58,8 @@ class Address(ABC):
 
 @dataclass(frozen=True)
 class TcpAddress(Address):
-    """The address of a store that listens on a TCP port.
-
-    Attributes:
-        host: A name, an IPv4 or an IPv6 address.
-        port: The number of the port.
+    """The address of a store that listens on a TCP port; ``host`` is a name, an IPv4 or IPv6
+    address.
     """
 
     host: str

@@ -35,11 +35,10 @@ class Arrivals(NamedTuple):
 
 
 def hold_byte(descriptor: int, number: int) -> bool:
-    """Lock the byte of a store's file that stands for arrival ``number``.
+    """Lock the byte of a store's file that stands for arrival ``number``; False without such locks.
 
     The lock lasts until ``descriptor`` is closed, also by exec or the end of the process. Every
-    process that has the file open, in any namespace, can then see that the byte is free. Return
-    False where the system has no such locks.
+    process that has the file open, in any namespace, can then see that the byte is free.
     """
     return _ask(descriptor, "F_OFD_SETLK", number) is not None
 

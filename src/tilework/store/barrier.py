@@ -95,8 +95,7 @@ def meet(
 class Barrier:
     """A barrier in a store: counts the ranks that have come, and waits for the last.
 
-    Args:
-        message: Called on the last rank that comes; the result becomes ``told`` on all ranks.
+    The last rank that comes calls ``message``, whose result becomes ``told`` on all ranks.
     """
 
     def __init__(

@@ -50,11 +50,8 @@ def keys_bytes(keys: Sequence[str]) -> list[bytes]:
 
 
 def data_bytes(value: str | bytes) -> bytes:
-    """The bytes of a store's value; a str becomes UTF-8.
-
-    Raises:
-        TypeError: The value is neither str nor bytes.
-        ValueError: The value is too long.
+    """The bytes of a store's value; a str becomes UTF-8. Raises TypeError, or ValueError if too
+    long.
     """
     if isinstance(value, str):
         value = value.encode()
@@ -77,12 +74,7 @@ def compare_set_bytes(expected: str | bytes, desired: str | bytes) -> tuple[byte
 
 
 def amount_int(amount: int) -> int:
-    """``amount`` itself, after a check that :meth:`Store.add` can take it.
-
-    Raises:
-        TypeError: The amount is not an integer.
-        ValueError: The amount does not fit 64 signed bits.
-    """
+    """``amount`` itself, or a TypeError if it is no integer, a ValueError beyond 64 signed bits."""
     if not isinstance(amount, int):
         raise TypeError(f"add takes an int, got {type(amount).__name__}")
     if not -MAX_INTEGER - 1 <= amount <= MAX_INTEGER:
@@ -99,11 +91,8 @@ def same_length(keys: Sequence[str], values: Sequence[str | bytes]) -> None:
 
 
 def positive(timeout: timedelta) -> timedelta:
-    """``timeout`` itself, after a check that it is a positive timedelta.
-
-    Raises:
-        TypeError: The timeout is not a timedelta.
-        ValueError: The timeout is not positive.
+    """``timeout`` itself, or a TypeError if it is no timedelta, a ValueError if it is not
+    positive.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(

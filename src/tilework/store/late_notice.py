@@ -32,13 +32,11 @@ def late_seconds() -> float:
 
 
 class LateNotice:
-    """The timing of the lines that one wait prints on stderr while it lasts long.
+    """The timing of the lines that one wait, begun at ``begun``, prints on stderr while it lasts
+    long.
 
     The first line is due after ``TILEWORK_LATE_SECONDS``; each later line when the wait has lasted
     three times as long as at the line before. The caller asks :meth:`due`, then calls :meth:`tell`.
-
-    Args:
-        begun: The time at which the wait began, from ``time.monotonic()``.
     """
 
     def __init__(self, begun: float) -> None:
@@ -68,10 +66,7 @@ class LateNotice:
 class KeyWait:
     """Prints lines on stderr while a wait for keys of a store lasts long.
 
-    Args:
-        store: The store, for messages.
-        keys: The keys that are waited for.
-        what: The thing that is waited for, in words, if the wait is not for keys.
+    ``what`` is the thing that is waited for, in words, if it is not keys.
     """
 
     def __init__(self, store: object, keys: Sequence[bytes] = (), what: str = "") -> None:
@@ -87,11 +82,7 @@ class KeyWait:
         return min(seconds, self._notice.left() + 0.001)
 
     def look(self, missing: Sequence[bytes] | None = None) -> None:
-        """Print a line if one is due.
-
-        Args:
-            missing: The keys that are known to be missing; None: all keys of the wait.
-        """
+        """Print a line if one is due, about the keys that are known to be missing (None: all)."""
         if not self._notice.due(time.monotonic()):
             return
         missing = self._keys if missing is None else missing

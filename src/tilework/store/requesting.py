@@ -26,10 +26,8 @@ class RequestStore(Store):
     ) -> WireMessage:
         """The answer to a request: OK, TOO_LONG, or a TIMEOUT with the keys that are missing.
 
-        With ``lines``, which report a long wait, an answer may take ``left`` seconds.
-
-        Raises:
-            DistStoreError: The request is refused, or the store is closed.
+        With ``lines``, which report a long wait, an answer may take ``left`` seconds. Raises
+        DistStoreError if the request is refused, or the store is closed.
         """
 
     def set(self, key: str, value: Data) -> None:

@@ -121,11 +121,9 @@ def _multi_set(state: StoreState, *fields: bytes) -> None:
 class StoreOperation(Generic[T]):
     """An operation that waits for nothing: a call where the contents are, a request elsewhere.
 
-    Attributes:
-        code: The code of the request, whose fields are the arguments.
-        run: Performs the operation; takes the contents and the arguments, bytes and numbers.
-        takes: The arguments in a request's fields; raises GarbageError. An int: as many fields.
-        gives: The result in an answer's fields.
+    ``run`` takes the contents and the arguments, bytes and numbers. ``takes`` reads the arguments
+    from a request's fields, or raises GarbageError (an int: as many fields); ``gives`` reads the
+    result from an answer's fields.
     """
 
     code: Code
@@ -312,12 +310,7 @@ HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = 
 class LocalClient:
     """The client of a store in this process.
 
-    Args:
-        state: The contents of the store.
-        code, fields: The request, which is handled at once, perhaps without an answer yet.
-
-    Raises:
-        DistStoreError: The request is refused.
+    The request is handled at once, perhaps without an answer yet, or refused: DistStoreError.
     """
 
     def __init__(self, state: StoreState, code: int, fields: Sequence[bytes]) -> None:

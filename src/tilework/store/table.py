@@ -153,8 +153,7 @@ class Queues:
     def push(self, key: bytes, value: bytes) -> None:
         """Hand ``value`` to the taker that has waited longest; keep it if no taker waits.
 
-        Raises:
-            DistStoreError: The queue would hold more than MAX_QUEUE_BYTES.
+        Raises DistStoreError if the queue would hold more than MAX_QUEUE_BYTES.
         """
         takers = self._takers.get(key)
         if takers:

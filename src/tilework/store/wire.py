@@ -107,11 +107,8 @@ class Code(IntEnum):
 
 
 class WireMessage(NamedTuple):
-    """A decoded message between a client and a store server.
-
-    Attributes:
-        code: The number of the request, or of the kind of answer.
-        fields: The arguments or results.
+    """A decoded message between a client and a store server: a request, or an answer of
+    some kind.
     """
 
     code: int
