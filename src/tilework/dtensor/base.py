@@ -141,13 +141,9 @@ class DTensorBase(TiledTensor):
 def wrap_as(
     kind: type[DTensorT], local: Tensor, spec: DTensorSpec, digest: int | None = None
 ) -> DTensorT:
-    """The tensor with this local tensor and layout. Unchecked; local.
+    """The tensor of a class with this local tensor and layout. Unchecked; local.
 
-    Args:
-        kind: The class DTensor.
-        local: This rank's local tensor.
-        spec: The layout.
-        digest: The provenance digest; None: the digest of the contents.
+    Without a provenance digest, it has that of the contents.
     """
     tensor: DTensorT = _make(
         kind,
@@ -200,10 +196,9 @@ def forget_grad(tensor: DTensorBase) -> None:
 class Memory:
     """Counts of writes, and other records, of the memory that a tensor shares with views of it.
 
-    Args:
-        root: The record of the memory, if torch counts writes to the tensors with this record
-            separately, as for ``data`` and for copies; None: this is the record.
-        shows: The source of the elements, if a view had to move them.
+    ``root`` is the record of the memory, if torch counts writes to the tensors with this record
+    separately, as for ``data`` and for copies; ``shows`` the source of the elements, if a view had
+    to move them.
     """
 
     #: The number of writes, those included that torch does not count; and the last one.
@@ -231,14 +226,10 @@ class Memory:
 
 
 class Snapshot:
-    """Elements that were copied from a base.
+    """Elements that were copied from a base, which a view with this local tensor shows.
 
-    Args:
-        base: The tensor that they are a view of.
-        local: The local tensor of the view.
-        spec: The layout of the view.
-        redo: Makes the same view of a given tensor, a DTensor or a plain tensor.
-        write: Writes the view's value (the second argument) to the base (the first).
+    ``redo`` makes the same view of a given tensor, a DTensor or a plain tensor; ``write`` writes
+    the view's value (the second argument) to the base (the first).
     """
 
     __slots__ = ("base", "base_spec", "count", "local", "own_count", "redo", "spec", "write")
@@ -286,12 +277,7 @@ class Alias(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A local tensor at a place in the graph, and the layout at that place.
-
-    Attributes:
-        local: The local tensor.
-        spec: The layout.
-    """
+    """A local tensor at a place in the graph, and the layout at that place."""
 
     local: Tensor
     spec: DTensorSpec

@@ -176,10 +176,7 @@ def compare_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     The count of steps decides, which is the same on all ranks. The full mode compares after all
     steps. The sampled mode compares after the first four, every fourth up to the 64th and every
     16th later; every 64th if steps take less than two milliseconds, which ranks exchange when they
-    compare.
-
-    Raises:
-        CollectiveMismatchError: Parameters differ between ranks; on every rank.
+    compare. Raises CollectiveMismatchError on every rank if parameters differ.
     """
     how, state = mode(), optimizer.__dict__
     step = state[_COUNT] = state.get(_COUNT, 0) + 1

@@ -65,8 +65,7 @@ def index_dims_start(indices: Indices) -> int:
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
     """The factors of the shape to which index tensors are broadcast, and of each tensor's dims.
 
-    Raises:
-        IndexError: The shapes of the index tensors cannot be broadcast together.
+    Raises IndexError if their shapes cannot be broadcast together.
     """
     shapes = [index.shape for index in indices if index is not None]
     try:
@@ -123,13 +122,9 @@ def local_indices(
 ) -> tuple[list[Any], Tensor | None]:
     """Local indices of elements, and a mask of the elements that are local (None: all are).
 
-    Args:
-        places: Global indices for each dim, or None.
-        spans: The ranges of the dims that have indices.
-        is_empty: True if the local tensor has no elements.
-
-    Raises:
-        IndexError: An index is out of the global range.
+    ``places`` has for each dim global indices, or None; ``spans`` the ranges of the dims that have
+    some. ``is_empty``: the local tensor has no elements. Raises IndexError for an index out of the
+    global range.
     """
     rest = iter(spans)
     # torch does not check indices of an empty tensor. It would not see those of other ranks either.

@@ -129,11 +129,9 @@ def register_writer(
 ) -> None:
     """Register the rules of an operator that writes elements, and of the in-place form.
 
-    Args:
-        name: The operator.
-        local_rule: The rule for calls that run on shards as they are; returns None for other calls.
-            The first argument is True if the call writes in place.
-        write: Writes to the first argument by other operators.
+    ``local_rule`` is for calls that run on shards as they are, and returns None for others; the
+    first argument is True if the call writes in place. ``write`` writes to the first argument by
+    other operators.
     """
 
     def rule(writes: bool, composed: Callable[..., Any]) -> Callable[..., RuleResult]:

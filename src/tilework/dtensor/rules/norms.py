@@ -317,9 +317,7 @@ def _decomposed_instance_norm(
 def unbiased(var: Tensor, count: int) -> Tensor:
     """The unbiased variance (divided by count - 1) from the biased one (divided by count).
 
-    Args:
-        var: The biased variances; each is of ``count`` elements.
-        count: The number of elements. With 1 the result is NaN, as in torch.
+    With a single element the result is NaN, as in torch.
     """
     return var * (count / (count - 1) if count > 1 else math.nan)
 

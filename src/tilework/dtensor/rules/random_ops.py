@@ -262,13 +262,10 @@ _ALPHA = 1.7580993408473766
 
 
 def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = False) -> DTensor:
-    """A random tensor that is ``value`` with probability ``1 - p``, else 0. Collective.
+    """A random tensor, to multiply ``input`` with: ``value`` with probability ``1 - p``, else 0.
+    Collective.
 
-    Args:
-        input: The tensor that the mask will be multiplied with.
-        p: The probability of 0.
-        value: The mask's value for elements that are kept.
-        features: True to keep or drop whole channels (dim 1).
+    ``features``: keep or drop whole channels (dim 1).
     """
     spec = input._spec.dual
     if features:

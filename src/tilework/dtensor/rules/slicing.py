@@ -50,15 +50,10 @@ def resizable(
 ) -> tuple[DTensorSpec, dict[int, Ints | None]]:
     """The layout in which shards of some dims may become longer or shorter where they are.
 
-    If no placement has the new shards of a dim, the dim's innermost axis no longer shards it.
-
-    Args:
-        spec: The layout of the tensor.
-        resizes: For each dim that changes, a function from the old shards to the new sizes.
-
-    Returns:
-        The layout that the tensor must have first; and for each axis that shards one of the dims
-        the sizes of the shards afterwards (None: as ``torch.chunk`` splits).
+    ``resizes`` has, for each dim that changes, a function from the old shards to the new sizes. If
+    no placement has the new shards of a dim, the dim's innermost axis no longer shards it. Beside
+    the layout that the tensor must have first: for each axis that shards one of the dims, the sizes
+    of the shards afterwards (None: as ``torch.chunk`` splits).
     """
     sizes: dict[int, Ints | None] = {}
     for dim, resize in resizes.items():
@@ -86,11 +81,8 @@ def resized(
 ) -> DTensorSpec:
     """The layout of a result that keeps each element where it is.
 
-    Args:
-        spec: The layout of the tensor.
-        shape: The result's shape.
-        dims: The result's dim for each dim of the tensor that it keeps.
-        sizes: Sizes of shards for axes where they have changed; see :func:`resizable`.
+    ``dims`` has the result's dim for each dim of the tensor that it keeps; ``sizes`` those of
+    shards for axes where they have changed, as of :func:`resizable`.
     """
     placements = [
         shard_of(dims[placement.dim], sizes.get(axis, placement.cut))
@@ -116,14 +108,9 @@ Item = slice | int | None
 
 
 def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> slice:
-    """The part of a range that lies in a shard, as a slice of the shard (local indices).
+    """The part of a range of the full dim that lies in a shard, as a slice of the shard.
 
-    Args:
-        start: The first index of the range in the full dim.
-        stop: The end of the range in the full dim.
-        step: The step of the range.
-        offset: The first index of the shard in the full dim.
-        size: The size of the shard.
+    The shard has ``size`` elements, the first of which has the index ``offset`` in the full dim.
     """
     # The first element of the range that is not before the shard.
     first = max(start, start + -(-(offset - start) // step) * step)
@@ -142,11 +129,9 @@ def resize_to_range(start: int, stop: int, step: int) -> Resize:
 
 
 def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
-    """The call of basic indexing. Dims from which it takes single elements are unsharded first.
+    """The call of basic indexing, by the items of all dims, in order, and of new dims.
 
-    Args:
-        input: The tensor.
-        items: The items of all dims, in order, and of new dims.
+    Dims from which it takes single elements are unsharded first.
     """
     spec, dim = input.spec, 0
     single: list[int] = []
@@ -276,10 +261,7 @@ def _put(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """A function that writes a local value of at most ``ndim`` dims to ranges of a local tensor.
 
-    Args:
-        part: Makes the view of these ranges.
-        single: The dims of the view that the value lacks.
-        ndim: The number of the other dims.
+    ``part`` makes the view of these ranges, of which the value lacks the dims ``single``.
     """
 
     def put(x: Tensor, value: Tensor) -> Tensor:
