@@ -76,11 +76,6 @@ def are_alike(digest: int, group: AnyGroup = None) -> bool:
     """True if all ranks of the group pass the same ``digest``, of 63 bits. Collective; blocks.
 
     It costs a fraction of :func:`agree`, which tells how ranks differ.
-
-    Example:
-        >>> from tilework.testing import run_ranks
-        >>> run_ranks(2, lambda rank: are_alike(5)), run_ranks(2, are_alike)
-        ([True, True], [False, False])
     """
     pg = member(group, "are_alike")
     return pg is None or pg.size() == 1 or _are_alike(digest, pg)
@@ -167,18 +162,7 @@ def check_equal(
     hint: str = "",
     error: type[ValueError | DistBackendError] = ValueError,
 ) -> None:
-    """Raise if ``facts``, gathered from all ranks, differ between ranks. Local.
-
-    The error is that of :func:`agree_equal`.
-
-    Args:
-        facts: The facts of each rank.
-        ranks: The global ranks, in the same order.
-        what: The beginning of the message.
-        own: Names of facts that may differ.
-        hint: The end of the message.
-        error: The class of the error.
-    """
+    """Raise if the facts of each of ``ranks`` differ, as :func:`agree_equal` does. Local."""
     first = facts[0]
     others = [(rank, theirs) for rank, theirs in zip(ranks, facts, strict=True) if theirs != first]
     for name in dict.fromkeys([*first, *(name for _, theirs in others for name in theirs)]):

@@ -162,13 +162,9 @@ def named(title: str) -> str:
 
 
 def advice(text: str, has_died: bool = False) -> str:
-    """Advice to append to an error's message; "" if there is none for this message.
-
-    There is advice for collectives of DTensors, and of passes of wrapped modules.
-
-    Args:
-        text: The message so far.
-        has_died: True if the failure is the end of another rank's process.
+    """Advice to append to an error's message; "" if there is none, as for collectives that are not
+    of DTensors or of passes of wrapped modules. ``has_died``: the failure is the end of another
+    rank's process.
     """
     if OF_A_PASS in text or OF_A_UNIT in text:
         more = f" {_ON_PENALTIES}" if OF_A_UNIT in text else ""

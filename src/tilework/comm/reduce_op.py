@@ -244,15 +244,7 @@ def check_reduction(op: AnyReduceOp | None, dtype: torch.dtype) -> None:
 
 
 def identity_element(op: RedOpType, dtype: torch.dtype) -> bool | int | float:
-    """The number that changes nothing in a reduction.
-
-    Raises:
-        NotImplementedError: The reduction has no identity element.
-
-    Example:
-        >>> identity_element(RedOpType.MIN, torch.int8)
-        127
-    """
+    """The number that changes nothing in a reduction; NotImplementedError if it has none."""
     if op in (RedOpType.SUM, RedOpType.BOR, RedOpType.BXOR):
         return 0
     if op is RedOpType.PRODUCT:

@@ -160,11 +160,7 @@ class World(_Slots):
         watch.arm()
 
     def default(self) -> ProcessGroup:
-        """The default group.
-
-        Raises:
-            ValueError: There is no default group.
-        """
+        """The default group, or a ValueError."""
         if self.default_group is None:
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call "
@@ -173,11 +169,7 @@ class World(_Slots):
         return self.default_group
 
     def record(self, group: ProcessGroup) -> GroupRecord:
-        """The record of ``group``.
-
-        Raises:
-            ValueError: ``group`` was not made by init_process_group or new_group, or was destroyed.
-        """
+        """The record of ``group``; a ValueError if it was not made here, or was destroyed."""
         record = self.records.get(group)
         if record is None:
             raise ValueError(

@@ -18,9 +18,7 @@ _LOOK_SECONDS = 0.1
 class PythonCompletion:
     """The completion of an operation that Python code runs. It ends once, with or without a fault.
 
-    Args:
-        look_seconds: The seconds between checks on the other ranks, in a thread that waits without
-            a limit.
+    A thread that waits without a limit checks on the other ranks every ``look_seconds``.
     """
 
     def __init__(self, look_seconds: float = _LOOK_SECONDS) -> None:
@@ -94,13 +92,8 @@ class TorchCompletion(PythonCompletion):
 
     torch cannot wait for a message for a moment only: a wait that times out closes all connections.
     So the wait is one call. It runs on the thread of a caller that waits without a limit, or on a
-    separate thread if callers only poll.
-
-    Args:
-        work: torch's Work.
-        memory: Kept alive while the engine may use it.
-        timeout: How long the message may take, in seconds from the first wait.
-        run: Runs the wait.
+    separate thread if callers only poll. ``memory`` is kept alive while the engine may use it;
+    ``timeout`` counts from the first wait.
     """
 
     def __init__(self, work: Any, memory: object, timeout: float, run: Run) -> None:

@@ -100,10 +100,8 @@ class MessageMatcher(Generic[_Message]):
         return bool(self._receives)
 
     def end_receives(self, fault_of: Callable[[Receive], FaultArgs | None]) -> bool:
-        """End the waiting receives that have a fault; True if other receives still wait.
-
-        Args:
-            fault_of: Returns the fault to end a receive with; None while a message may still come.
+        """End the waiting receives that have a fault; True if others, whose message may still come,
+        wait.
         """
         with self._lock:
             waiting = list(self._receives)

@@ -120,14 +120,10 @@ def connect(request: DistributedBackendOptions) -> Any:
 
 
 class MpiWork:
-    """Requests in flight, which end together; has the interface of torch's Work.
+    """Requests of mpi4py in flight, which end together; has the interface of torch's Work.
 
-    Args:
-        link: The group's link.
-        requests: mpi4py's requests.
-        memory: Kept alive while MPI may use it.
-        limit: Seconds that a wait without an explicit limit may take.
-        after: Called once the requests have succeeded.
+    ``memory`` is kept alive while MPI may use it, ``limit`` is of waits without an explicit limit,
+    and ``after`` is called once the requests have succeeded.
     """
 
     def __init__(
@@ -198,11 +194,7 @@ class _FromAny(MpiWork):
 
 class MpiLink:
     """Sends and receives tensors between the ranks of a group over MPI, by methods with the names
-    of torch's backends.
-
-    Args:
-        comm: A communicator that nothing else uses.
-        limit: The time limit of waits that are given none.
+    of torch's backends. Nothing else uses the communicator.
     """
 
     def __init__(self, comm: Any, limit: timedelta) -> None:
@@ -269,12 +261,9 @@ class MpiLink:
         self.closed = True
 
     def close(self, is_unused: bool) -> None:
-        """Make this rank's waits fail.
-
-        Args:
-            is_unused: True to free the communicator, too, unless the group was aborted or a wait
-                was given up. Must be False if another rank may have sent a message that nobody
-                received.
+        """Make this rank's waits fail; free the communicator, too, if ``is_unused``, unless the
+        group was aborted or a wait was given up. Must be False if another rank may have sent a
+        message that nobody received.
         """
         if is_unused and not self.closed and not _pending():
             self.comm.Free()

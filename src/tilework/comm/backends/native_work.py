@@ -95,12 +95,7 @@ def mark_written(tensors: Sequence[Tensor]) -> None:
 
 
 class NativeWork(Work):
-    """An operation in flight on a group's engine.
-
-    Args:
-        group: The group.
-        slot: The operation's slot in the group's flight record.
-    """
+    """An operation in flight on a group's engine, at a slot of the group's flight record."""
 
     #: The profiler's event, if the profiler was on at the start.
     _event: profiling.ProfilerEvent | None = None

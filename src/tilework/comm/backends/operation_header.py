@@ -40,14 +40,7 @@ _KNOWN: Final = frozenset(
 
 
 def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """A hash of a shape, for ranks to compare; and of the dtype if engines may confuse it.
-
-    Example:
-        >>> shape_label((2, 3), torch.float32) == shape_label((6,), torch.float32)
-        False
-        >>> shape_label((6,), torch.float32) == shape_label((6,), torch.complex64)
-        False
-    """
+    """A hash of a shape, for ranks to compare; and of the dtype if engines may confuse it."""
     label = _START
     for size in sizes:
         label = (label ^ size) * _FACTOR & _MASK
@@ -65,13 +58,9 @@ def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
     """The label (a number for dtype and shape) by which ranks compare their tensors in an
     operation.
 
-    :func:`labels_agree` compares the labels of all ranks; the label ANY agrees with all.
-
-    Args:
-        kind: The operation.
-        tensor: This rank's tensor with the shape that all ranks share: the input, or the output if
-            ranks receive parts. None if there is none.
-        alike: Whether all parts that this rank knows of have the shape of ``tensor``.
+    ``tensor`` has the shape that all ranks share: the input, or the output if ranks receive parts;
+    ``alike``: so have all parts that this rank knows of. :func:`labels_agree` compares the labels
+    of all ranks; the label ANY agrees with all.
     """
     if tensor is None:
         return _START
@@ -143,14 +132,11 @@ _FACTS: Final = struct.Struct(f"={len(_FIELDS) + 1}q")
 def compare_calls(
     operation: Operation, rank: int, size: int, gather: Callable[[bytes], bytes]
 ) -> tuple[tuple[int, ...], str]:
-    """Compare this rank's operation with those of all ranks, and return what :func:`disagreement`
-    does. Collective.
+    """Compare this rank's operation with those of all ranks, whose bytes ``gather`` gives in order;
+    return what :func:`disagreement` does. Collective.
 
     Equal facts of a fixed size prove that calls agree. Only where they differ, or where a rank has
     parts of different sizes, whole headers follow.
-
-    Args:
-        gather: Returns the bytes of all ranks, in order of the ranks, for this rank's.
     """
     count = _common_count(operation, size)
     own = _FACTS.pack(*_fields(operation), count)
@@ -237,13 +223,9 @@ def _counts_expected(op: Operation, rank: int, size: int) -> list[int]:
 
 def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
     """Compare the headers of all ranks; return the ranks that disagree, and the difference as a
-    text.
+    text: () and "" if none does.
 
-    A rank disagrees with rank 0, or two ranks disagree about the size of what they exchange. If all
-    agree, the ranks are () and the text is empty.
-
-    Args:
-        headers: One per rank, as from :func:`header_of`.
+    A rank disagrees with rank 0, or two ranks disagree about the size of what they exchange.
     """
     size, count = len(headers), len(_FIELDS)
     for i in (i for i in range(count) if i != _LABEL):

@@ -24,10 +24,8 @@ def backend_for(group: ProcessGroup, device_type: str) -> ProcessGroup:
 
 
 class DispatchGroup(ProcessGroup):
-    """A group that hands each operation to the backend of the tensors' device.
-
-    Args:
-        by_device: This rank's group on each backend, by device type ("cpu", "cuda").
+    """A group that hands each operation to the backend of the tensors' device type ("cpu",
+    "cuda").
     """
 
     def __init__(self, by_device: dict[str, ProcessGroup]) -> None:
@@ -88,10 +86,8 @@ class DispatchGroup(ProcessGroup):
         return self.by_device.get(torch.device(device).type, self)
 
     def end_for(self, tensors: Iterable[Any]) -> ProcessGroup:
-        """The backend that serves the first tensor found in (nested lists of) ``tensors``.
-
-        Raises:
-            ValueError: No backend of the group serves that device.
+        """The backend that serves the first tensor found in (nested lists of) ``tensors``, or a
+        ValueError.
         """
         device = _device_of(tensors) or next(iter(self.by_device))
         end = self.by_device.get(device)

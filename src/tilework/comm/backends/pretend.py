@@ -204,11 +204,7 @@ class PretendGroup(NativeGroup):
 
 
 def create_pretend_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
-    """A group whose other ranks do not run. Returns at once.
-
-    Raises:
-        DistBackendError: The calling rank is a real rank.
-    """
+    """A group whose other ranks do not run. Returns at once; refuses a real rank."""
     pretence = current_pretence()
     if pretence is None:
         raise DistBackendError(
@@ -220,12 +216,8 @@ def create_pretend_group(request: DistributedBackendOptions, options: Any) -> Na
 
 
 class _Ended(PythonCompletion):
-    """The completion of an operation that has ended, which notes that the program waits for it.
-
-    Args:
-        pretence: The rank; None: nobody has to wait.
-        place: The place of the operation in the rank's calls.
-        source: The group rank that a message came from.
+    """The completion of an operation that has ended, which notes that the program waits for it at a
+    place of the rank's calls (no pretence: nobody has to wait).
     """
 
     def __init__(self, pretence: Pretence | None = None, place: int = -1, source: int = -1) -> None:

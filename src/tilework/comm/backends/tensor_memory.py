@@ -96,13 +96,11 @@ def rows(tensor: Tensor, splits: Sequence[int] | None) -> Parts:
 
 
 def check_overlaps(operation: Operation, rank: int, size: int) -> None:
-    """Check that outputs share no memory, with each other or with inputs, except exactly in place.
+    """Refuse (ValueError) outputs that share memory, with each other or with inputs, except exactly
+    in place.
 
     In place means that an output is the input of the same rank. The operation then reads the input
     before it writes the output.
-
-    Raises:
-        ValueError: They share memory.
     """
     device = operation.device
     outputs = _spans(operation.outputs, operation.kind in MANY_OUTPUTS, size)

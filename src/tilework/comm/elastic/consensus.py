@@ -74,14 +74,11 @@ class Builder(Protocol):
 def survive(
     participant: Participant, candidates: Collection[int], builder: Builder, rounds: int
 ) -> Steps[Decision]:
-    """Run rounds until the remaining ranks have made a group, perhaps without this rank.
+    """Run rounds until the remaining ranks have made a group, perhaps without this rank; return the
+    last decision.
 
-    Returns:
-        The last round's decision. If this rank is a member, it has made the group; otherwise the
-        other ranks have continued without it.
-
-    Raises:
-        NoGroupError: No group was made in ``rounds`` rounds.
+    If this rank is a member, it has made the group; otherwise the other ranks have continued
+    without it. NoGroupError after ``rounds`` rounds.
     """
     for round_ in range(1, rounds + 1):
         decision = yield from decide(participant, round_, candidates, builder.remark)
@@ -105,15 +102,11 @@ class NoGroupError(Exception):
 def decide(
     participant: Participant, round_: int, candidates: Collection[int], remark: Callable[[], str]
 ) -> Steps[Decision]:
-    """Arrive at a round, wait for the others, and agree on the ranks that have come.
+    """Arrive at a round, wait for the others, and agree on the ranks that have come, of the
+    candidates, which are the same on all ranks.
 
-    The decision may lack this rank: then the others continue without it.
-
-    Args:
-        participant: This rank.
-        round_: The number of the round.
-        candidates: The ranks that may come, this one included; the same on all ranks.
-        remark: Makes the proposer's remark, once this rank is about to propose.
+    The decision may lack this rank: then the others continue without it. ``remark`` makes the
+    proposer's remark, once this rank is about to propose.
     """
     registers = participant.registers
     yield False
@@ -141,14 +134,9 @@ def failed(participant: Participant, round_: int) -> bool:
 
 
 def confirm(participant: Participant, decision: Decision, error: str | None) -> Steps[bool]:
-    """Agree on whether all members have made the group: True on all ranks, or False on all ranks.
-
-    If the result is False, no rank uses the group.
-
-    Args:
-        participant: This rank.
-        decision: The decision of the round.
-        error: The reason why this rank could not make the group; None if it could.
+    """Agree on whether all members have made the group of a round: True on all ranks, or False on
+    all ranks, and then no rank uses it. ``error`` is the reason why this rank could not; None if it
+    could.
     """
     registers, round_, members = participant.registers, decision.round, decision.members
     yield False

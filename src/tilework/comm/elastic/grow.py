@@ -105,11 +105,8 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
 def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> ProcessGroup:
     """Ask to be let into the default group; return the new group that has this process in ``seat``.
 
-    Blocks until the members call grow.
-
-    Raises:
-        StoreTimeoutError: The members did not call grow within ``timeout``.
-        PeerLostError: All members have ended meanwhile.
+    Blocks until the members call grow; raises if they do not within ``timeout``
+    (StoreTimeoutError), or have ended (PeerLostError).
     """
     ticket_store = TicketStore(store)
     # The first optimizer of a process imports this, for seconds: do it before members wait.

@@ -66,13 +66,10 @@ class StoreRegisters(Registers):
 
 
 class MemoryRegisters(Registers):
-    """Registers in a memory file that the ranks of one host share.
+    """Registers in a memory file that the ranks of one host share; they own the file's descriptor.
 
     Each write appends a record, and the order in the file decides. The file is in append mode,
     which all descriptors share, and lives as long as one of the descriptors.
-
-    Args:
-        fd: The file's descriptor, which the registers own from now on.
     """
 
     def __init__(self, fd: int) -> None:

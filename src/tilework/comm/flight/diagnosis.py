@@ -61,11 +61,7 @@ class Finding:
 
 
 def diagnose(records: Mapping[int, Record]) -> list[Finding]:
-    """The findings in the records of a job; at least one.
-
-    Args:
-        records: The records by rank; some may be missing.
-    """
+    """The findings in the records of a job, of which some may be missing, by rank; at least one."""
     history = History(records)
     return [*_Telling(history).findings(), *_slow_ranks(history)]
 

@@ -116,10 +116,8 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """The record in a file.
-
-    Raises:
-        FlightRecordError: The data is not a record, is cut off, or has another version.
+    """The record in a file; a FlightRecordError for what is none, is cut off, or has another
+    version.
     """
     if len(data) > MAX_FILE_BYTES:
         raise FlightRecordError(f"the file has more than {MAX_FILE_BYTES >> 20} MiB")
@@ -233,12 +231,7 @@ def _integer(value: object, low: int, high: int, where: str) -> int:
 
 
 def printable(text: str) -> str:
-    """A text without control or unprintable characters, which are replaced.
-
-    Example:
-        >>> printable(chr(27) + "[31mred")
-        '?[31mred'
-    """
+    """A text without control or unprintable characters, which are replaced."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

@@ -76,10 +76,8 @@ class Group:
         return min(numbers, default=None)
 
     def first_divergence(self) -> int | None:
-        """The number of the first collective that ranks called in different ways.
-
-        Different ways are different operations, or arguments that do not match. None if there is
-        none.
+        """The number of the first collective that ranks called as different operations, or with
+        arguments that do not match; None if there is none.
         """
         for number in sorted(self._by_number):
             entries = self.at(number).values()
@@ -113,11 +111,7 @@ def _compared(entry: Entry) -> str:
 
 
 class History:
-    """All ranks' records.
-
-    Args:
-        records: The records by rank.
-    """
+    """All ranks' records."""
 
     def __init__(self, records: Mapping[int, Record]) -> None:
         self.records = dict(sorted(records.items()))
@@ -145,12 +139,7 @@ def _groups(records: Mapping[int, Record]) -> list[Group]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks, for a person.
-
-    Example:
-        >>> named([3]), named([0, 2]), named([0, 1, 2, 3, 7])
-        ('rank 3', 'ranks 0 and 2', 'ranks 0 to 3 and 7')
-    """
+    """Ranks, for a person: ``ranks 0 to 3 and 7``."""
     runs = [_run_of([rank for _, rank in run]) for _, run in _runs(sorted(set(ranks)))]
     parts = [part for run in runs for part in run]
     words = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
@@ -192,10 +181,8 @@ class Wait:
 
 
 def waits(history: History) -> list[Wait]:
-    """All waits in the records.
-
-    For each rank and group: the first collective that runs or failed, and each message that runs or
-    failed.
+    """All waits in the records: for each rank and group the first collective that runs or failed,
+    and each such message.
     """
     return [
         wait

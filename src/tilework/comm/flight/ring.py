@@ -45,11 +45,8 @@ _IN_PLACE: Final = ("all_reduce", "broadcast")
 
 
 def describe(what: What | str) -> str:
-    """The title, dtype, shapes and arguments, for a person.
-
-    Example:
-        >>> describe(("reduce", "torch.float32", [(2, 3)], [], "sum", 0))
-        'reduce float32 [2, 3] SUM root 0'
+    """The title, dtype, shapes and arguments, for a person: ``reduce float32 [2, 3] SUM
+    root 0``.
     """
     if isinstance(what, str):
         return what

@@ -62,13 +62,10 @@ class Straggler:
 
 
 def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[int, float]:
-    """The rank's own time in seconds before each collective of a group, by the collective's number.
+    """The rank's own time in seconds before each collective of a group, by the collective's number,
+    from the operations in the group and in others.
 
     The first collective has no own time.
-
-    Args:
-        entries: The rank's operations in the group.
-        others: The rank's operations in other groups.
     """
     calls = {entry.number: entry for entry in entries if entry.number}
     waits = _Waits(entries, others)
@@ -89,13 +86,10 @@ def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
 
 
 def blocking(entries: Iterable[Entry], all_entries: Iterable[Entry]) -> list[Entry]:
-    """The operations among ``entries`` in which the rank did nothing else, by time of entry.
+    """The operations among ``entries`` of a rank in which the rank did nothing else, by time of
+    entry.
 
     (Within an asynchronous operation the rank enters others.) Those that run still are left out.
-
-    Args:
-        entries: Operations of a rank.
-        all_entries: All operations of the rank.
     """
     begun = sorted(entry.entered for entry in all_entries)
     return [

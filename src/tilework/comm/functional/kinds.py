@@ -31,11 +31,8 @@ _FACTOR = "premul_sum*"
 
 @constant
 def op_text(op: AnyReduceOp | str) -> str:
-    """``op`` as text that :func:`reduction` reads, like "sum" or "premul_sum*0.5".
-
-    Raises:
-        ValueError: There is no such reduction.
-        TypeError: ``op`` is neither a reduction nor text.
+    """``op`` as text that :func:`reduction` reads, like "sum" or "premul_sum*0.5"; raises for
+    others.
     """
     if isinstance(op, str):
         return op_text(reduction(op.lower()))
@@ -50,11 +47,7 @@ def op_text(op: AnyReduceOp | str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def reduction(text: str) -> AnyReduceOp:
-    """The reduction that ``text`` spells.
-
-    Raises:
-        ValueError: There is no such reduction.
-    """
+    """The reduction that ``text`` spells, or a ValueError."""
     try:
         if text.startswith(_FACTOR):
             return ReduceOp(RedOpType.PREMUL_SUM, float(text.removeprefix(_FACTOR)))

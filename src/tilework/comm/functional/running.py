@@ -253,11 +253,7 @@ def check_batched(kind: type[FunctionalCollective]) -> None:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The group of this rank's World with that name.
-
-    Raises:
-        ValueError: There is no such group, or this rank is not in the group.
-    """
+    """The group of this rank's World with that name, if this rank is in it; else a ValueError."""
     records = current_world().records
     for group in records:
         if group.group_name == name:
@@ -377,9 +373,5 @@ def rank_in(group: GroupOrName) -> int:
 
 
 def root_of(group: GroupOrName, rank: int) -> int:
-    """The group rank of a global rank.
-
-    Raises:
-        ValueError: That rank is not part of the group.
-    """
+    """The group rank of a global rank; a ValueError if it is not part of the group."""
     return _root_of(group, rank) if isinstance(group, str) else get_group_rank(group, rank)

@@ -28,13 +28,11 @@ class InitGeneration:
         return store.check([_count_key(rank)])
 
     def check(self) -> None:
-        """Raise if two processes are the same rank. To be called repeatedly while waiting.
+        """Raise CollectiveMismatchError if two processes are the same rank. To be called repeatedly
+        while waiting.
 
         The process that came first, and still waits, sees that the rank came again. It informs the
         ranks that wait with it, and the ranks that wait with the other process.
-
-        Raises:
-            CollectiveMismatchError: Some rank, this or another, came twice.
         """
         latest = int(self._store.get(self._count))
         if latest > self._number:

@@ -31,13 +31,8 @@ _DOUBT_SECONDS = 0.8
 
 
 class RankWatch:
-    """The watch of a rank over the other ranks of the job.
-
-    Args:
-        store: A store that only the ranks of this job, and of this attempt to form it, use.
-        rank: This rank's number.
-        size: The number of ranks.
-        identity: This rank's identity, as from :mod:`tilework.rendezvous.liveness`.
+    """The watch of a rank over the other ranks of the job, by a store that only ranks of this job,
+    and of this attempt to form it, use.
     """
 
     def __init__(self, store: Store, rank: int, size: int, identity: str) -> None:
@@ -67,10 +62,8 @@ class RankWatch:
         self._read_identities()
 
     def lost(self) -> set[int]:
-        """The ranks that have ended. Asks the store, and the system.
-
-        Raises:
-            StoreTimeoutError: The store's server does not answer, and no rank is known to be lost.
+        """The ranks that have ended. Asks the store, and the system; a StoreTimeoutError if the
+        store does not answer and no rank is known to be lost.
         """
         ended = self.ended_here(self._neighbours())
         try:

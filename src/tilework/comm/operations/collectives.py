@@ -583,13 +583,10 @@ def _run_several(
 
 
 def all_reduce_sparse(tensor: Tensor, op: AnyReduceOp, group: ProcessGroup) -> None:
-    """Sum a sparse COO tensor over all ranks, in place on every rank. Blocks.
+    """Sum a sparse COO tensor over all ranks, in place on every rank; refuses others. Blocks.
 
     The shape is the same on every rank, the entries may differ. Every rank receives all ranks'
     entries, so the cost grows with their total number.
-
-    Raises:
-        ValueError: ``op`` is not SUM, or the layout is not COO.
     """
     if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
         raise ValueError(

@@ -33,14 +33,10 @@ def _leave(module: ModuleType) -> None:
 
 
 def leave_function(function: FunctionType, reason: str = _REASON, with_calls: bool = True) -> None:
-    """Have torch.compile end the graph at ``function``, call it, and compile nothing inside.
+    """Have torch.compile end the graph at ``function``, call it, and compile nothing inside
+    (``with_calls=False``: but the functions that it calls).
 
     If the user asks for a whole graph (fullgraph=True), compilation raises with ``reason``.
-
-    Args:
-        function: The function.
-        reason: The text of the error for fullgraph=True.
-        with_calls: False: functions that ``function`` calls may be compiled.
     """
     # The same as torch.compiler.disable, which takes a second to import and a frame per call.
     marked: Any = function

@@ -48,12 +48,7 @@ def current_recorder() -> CallRecorder | None:
 
 
 def recorded(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function``: a recorder sees each call as one instruction, and no calls inside.
-
-    Example:
-        >>> recorded(abs)(-3)
-        3
-    """
+    """Wrap ``function``: a recorder sees each call as one instruction, and no calls inside."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,12 +61,7 @@ def recorded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function``, which compares or prepares: a recorder sees no calls, nor calls inside.
-
-    Example:
-        >>> unrecorded(abs)(-3)
-        3
-    """
+    """Wrap ``function``, which compares or prepares: a recorder sees no calls, nor calls inside."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -92,10 +82,8 @@ def is_hidden() -> bool:
 
 
 def refuse_count(name: str) -> None:
-    """Raise if this thread records, because ``name``, the caller, differs from step to step.
-
-    Raises:
-        CaptureError: This thread records.
+    """Raise CaptureError if this thread records, because ``name``, the caller, differs from step to
+    step.
     """
     if _recording.recorder is not None:
         raise CaptureError(

@@ -212,9 +212,8 @@ def group_root(
     name: str,
     default: int | None = None,
 ) -> int:
-    """The root's group rank, from the global rank ``root`` or the group rank ``group_root``.
-
-    If neither is given, the root is the global rank ``default``.
+    """The root's group rank, from the global rank ``root`` or the group rank ``group_root``; by
+    default the global rank ``default``.
 
     Raises:
         ValueError: Both were given, or neither and no ``default``, or the rank is not in the group.

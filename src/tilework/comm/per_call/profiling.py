@@ -50,17 +50,6 @@ def listening(tell: Callable[[str], None]) -> Iterator[None]:
 
     Collectives by which ranks only compare or agree (:func:`.call_recorder.unrecorded`) are left
     out.
-
-    Example:
-        >>> import torch, tilework.distributed as dist
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     kinds = []
-        ...     with listening(kinds.append):
-        ...         dist.all_reduce(torch.ones(2))
-        ...     return kinds
-        >>> run_ranks(2, program)
-        [['all_reduce'], ['all_reduce']]
     """
     entry = (current_world(), tell)
     _change(lambda: _listeners.append(entry))
@@ -134,13 +123,8 @@ def follow(tell: Callable[[bool], None]) -> None:
 
 
 class ProfilerEvent:
-    """A context manager for an operation's event.
-
-    Args:
-        name: The operation, as the program knows it.
-        tensors: The tensors that the operation reads on this rank, or else writes: the event counts
-            their bytes.
-        group: The group that runs it.
+    """A context manager for an operation's event, which counts the bytes of tensors that the
+    operation reads on this rank, or else writes.
     """
 
     __slots__ = ("_facts", "_name", "_record", "_tensors")

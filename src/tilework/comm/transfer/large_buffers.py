@@ -37,12 +37,7 @@ _free: deque[mmap.mmap] = deque()
 
 @recorded
 def empty_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised, contiguous tensor. From LARGE_BYTES on, the storage cannot be resized.
-
-    Example:
-        >>> empty_tensor((2, 3), torch.float32, torch.device("cpu")).shape
-        torch.Size([2, 3])
-    """
+    """An uninitialised, contiguous tensor. From LARGE_BYTES on, the storage cannot be resized."""
     nbytes = math.prod(sizes) * dtype.itemsize
     if device.type != "cpu" or nbytes < LARGE_BYTES or sys.platform != "linux":
         return torch.empty(tuple(sizes), dtype=dtype, device=device)

@@ -20,13 +20,8 @@ MOVED = frozenset(_INTEGER_OF_SIZE.values())
 
 
 class LocalTiles:
-    """The tensors of one rank for the tiles of a tiling that the rank holds.
-
-    Args:
-        tiling: The tiling.
-        rank: The global rank.
-        tensors: A tensor for each tile of ``tiling.of(rank)``, in that order.
-        dtype: The dtype to view the tensors as, with elements of the same size.
+    """The tensors of one rank for each tile of ``tiling.of(rank)``, viewed as a dtype with elements
+    of the same size.
     """
 
     def __init__(

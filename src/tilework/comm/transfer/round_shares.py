@@ -35,13 +35,8 @@ class PieceRange(NamedTuple):
 def rounds_for(elements: int, room: int, streams: int) -> int:
     """A number of rounds, large enough that each round's shares have at most ``room`` elements.
 
-    Each of ``streams`` streams has a share in each round.
-
-    Args:
-        elements: The number of elements of all streams together.
-        room: The limit for all shares of one round; a round moves at least an element of each
-            stream.
-        streams: The number of streams; each share may be an element longer than an equal share.
+    Each of ``streams`` streams has a share in each round, an element longer than an equal share at
+    most; a round moves at least an element of each stream.
     """
     return max(1, math.ceil(elements * (1 + 1 / _SLACK) / max(1, room - streams)))
 
@@ -132,12 +127,8 @@ def _part_of(box: Box, block: Block) -> Box:
 def region_shares(
     pieces: Sequence[Piece], rounds: int, regions_of: Callable[[int], list[list[Box]]]
 ) -> list[list[PieceRange]]:
-    """For each round, the parts of the pieces that lie in the round's region of the target tile.
-
-    Args:
-        pieces: The pieces, in order.
-        rounds: The number of rounds.
-        regions_of: The regions of a target tile, by its index.
+    """For each round, the parts of the pieces that lie in the round's region of the target tile, of
+    which ``regions_of`` gives the regions by the tile's index.
     """
     result: list[list[PieceRange]] = [[] for _ in range(rounds)]
     for piece in pieces:

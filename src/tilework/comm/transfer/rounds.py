@@ -32,18 +32,12 @@ from tilework.layout import Box, Piece
 
 
 def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
-    """The number of rounds that keeps this rank's data in flight within the buffers.
+    """The number of rounds that keeps this rank's data in flight within buffers of ``room``
+    elements for each direction. All ranks have to use the largest number of any rank.
 
     In each round the rank sends terms of some regions, receives all terms of other regions, and
     reduces these. The buffer for sending holds the terms to send. The buffer for receiving holds
     the received terms, and the copies made to reduce them.
-
-    Args:
-        local: This rank's part of the plan, with the tensors.
-        room: The size of the buffer for each direction, in elements.
-
-    Returns:
-        The number for this rank. All ranks have to use the largest number of any rank.
     """
     source, target = local.plan.source, local.plan.target
     sent = {(piece.dst, piece.dst_tile, piece.term) for piece in local.plan.sends}
@@ -65,10 +59,6 @@ class ReducingTensors:
     """The source and target tensors of a plan in rounds, for a plan that reduces.
 
     The terms that arrive in a round are reduced into the target at the end of the round.
-
-    Args:
-        local: The rank's pieces and tensors.
-        rounds: The number of rounds.
     """
 
     def __init__(self, local: LocalTransfer, rounds: int) -> None:
@@ -120,12 +110,8 @@ ViewOf = Callable[[Piece], Tensor]
 class PackedRows:
     """A contiguous row of elements for each peer in each round, at one end of an exchange.
 
-    A row is a view of a tensor where the elements are contiguous, else a part of a buffer.
-
-    Args:
-        view_of: Gives the view of a piece.
-        empty: Makes the buffer, of a number of elements.
-        most: The most elements that any round moves: the size of the buffer.
+    A row is a view of a tensor where the elements are contiguous, else a part of a buffer of
+    ``most`` elements, the most that any round moves.
     """
 
     def __init__(self, view_of: ViewOf, empty: Callable[[int], Tensor], most: int) -> None:

@@ -60,14 +60,12 @@ _SHOWING = ("tqdm", "tensorboard", "tensorboardX", "torch", "wandb", "execnet", 
 
 
 def may_call(bystanders: Collection[threading.Thread]) -> bool:
-    """True if a thread besides this one may yet call an operation for this rank.
+    """True if a thread besides this one, and those known to belong to other ranks, may yet call an
+    operation for this rank.
 
     Threads that run the program's code, or are about to, count: their next calls are unknown.
     Threads of the library, of the interpreter's own modules, and of packages that show progress do
     not count.
-
-    Args:
-        bystanders: Threads that are known to belong to other ranks.
     """
     known = {thread.ident for thread in bystanders} | {threading.get_ident()}
     if any(isinstance(t, threading.Timer) and t.ident not in known for t in threading.enumerate()):
@@ -456,11 +454,8 @@ class CycleSearch:
     def look(
         self, own: WaitRecord, read: Callable[[int], WaitRecord | None]
     ) -> Sequence[WaitRecord]:
-        """The shortest cycle through this rank, if it is proven; empty if there is none.
-
-        Args:
-            own: This rank's record, of a moment after the last look.
-            read: The newest record of a rank; None if it has published no record.
+        """The shortest cycle through this rank, if it is proven; empty if there is none. ``own`` is
+        of a moment after the last look; ``read`` gives the newest record of a rank.
         """
         records: dict[int, WaitRecord | None] = {own.rank: own}
 

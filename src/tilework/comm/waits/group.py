@@ -94,10 +94,8 @@ class GroupWait:
         return "" if self.watch is None or self.groups else self.watch.roll()
 
     def check(self, missing: Collection[int] | None = None) -> None:
-        """Raise if waiting is futile. To be called repeatedly; limits the number of looks itself.
-
-        Args:
-            missing: The global ranks that have not come; None: unknown.
+        """Raise if waiting for the ``missing`` ranks (None: unknown) is futile. To be called
+        repeatedly; limits the number of looks itself.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -112,10 +110,8 @@ class GroupWait:
         self._next_look = time.monotonic() + self._pause
 
     def fail(self, error: BaseException) -> DistError | None:
-        """Report to the other ranks why this rank cannot make the group. Never raises.
-
-        Returns:
-            The error that another rank has reported before; None if this rank is the first.
+        """Report to the other ranks why this rank cannot make the group. Never raises. Returns the
+        error that another rank has reported before, or None.
         """
         kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1

@@ -52,12 +52,10 @@ class HybridGroup(NativeGroup):
 
 
 def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
-    """Make this rank's end of a group. Collective; blocks until all ranks came.
+    """Make this rank's end of a group. Collective; blocks until all ranks came, or raises a
+    DistBackendError.
 
     If all ranks share memory, the result is a plain group in shared memory.
-
-    Raises:
-        DistBackendError: The core or Gloo is missing, or some rank did not come in time.
     """
     name = _link_name()
     hosts, shared = share_memory(request)

@@ -239,14 +239,8 @@ class MeetingEngine(PythonEngine):
         return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
 
     def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
-        """Begin to move ``memory`` between this rank and ``rank`` over the link; return torch's
-        Work.
-
-        Args:
-            way: "send" or "recv".
-            memory: A tensor of bytes.
-            rank: The group rank at the other end.
-            tag: The tag of the transfer.
+        """Begin to move bytes between this rank and group rank ``rank`` over the link ("send" or
+        "recv"); return torch's Work.
         """
         self._sent_bytes += memory.nbytes if way == "send" else 0
         if self._link is None:

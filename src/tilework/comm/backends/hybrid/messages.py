@@ -45,17 +45,12 @@ class TransferWaits:
         self._is_closed = False
 
     def run(self, wait: Callable[[], object], is_gone: Callable[[], bool]) -> RuntimeError | None:
-        """Block until ``wait()`` has returned, or the connection is gone.
+        """Block until ``wait()`` has returned, or the connection is gone: ``is_gone``, which may be
+        asked at any time.
 
-        Args:
-            wait: A wait of Gloo. It must keep alive everything that Gloo uses, also after the
-                caller gave up.
-            is_gone: True if ``wait`` may never return.
-
-        Returns:
-            The error of ``wait``, or an error that the connection is gone; None on
-            success. The error is not raised: a traceback would keep torch's objects and
-            Gloo's connections.
+        ``wait`` must keep alive everything that Gloo uses, also after the caller gave up. Returns
+        the error, or an error that the connection is gone; None on success. The error is not
+        raised: a traceback would keep torch's objects and Gloo's connections.
         """
         try:
             tasks = self._idle.pop()

@@ -100,24 +100,14 @@ def plan_for(topology: Topology, ranks: int) -> TuningPlan:
 
 
 def flat_round_ns(nodes: int, ranks_per_node: int) -> float:
-    """The model's time of a round in which every rank looks at all others.
-
-    Example:
-        >>> flat_round_ns(1, 2) < flat_round_ns(1, 64) < flat_round_ns(4, 64)
-        True
-    """
+    """The model's time of a round in which every rank looks at all others."""
     near, far = ranks_per_node - 1, (nodes - 1) * ranks_per_node
     last = FAR_NS if far else NEAR_NS
     return (near * NEAR_NS + far * FAR_NS) / AT_ONCE + last
 
 
 def two_level_round_ns(nodes: int, ranks_per_node: int) -> float:
-    """The model's time of a round through the first rank of each node.
-
-    Example:
-        >>> two_level_round_ns(4, 64) < flat_round_ns(4, 64)
-        True
-    """
+    """The model's time of a round through the first rank of each node."""
     gather = (ranks_per_node - 1) * NEAR_NS / AT_ONCE + NEAR_NS
     between = (nodes - 1) * FAR_NS / AT_ONCE + FAR_NS
     release = NEAR_NS + ranks_per_node * READER_NS
@@ -170,12 +160,9 @@ def group_tunables(
     cpus: frozenset[int] | None = None,
     before_measuring: Callable[[], object] | None = None,
 ) -> dict[str, int]:
-    """The tunables for a new group's segment. May measure for some 0.3 s.
-
-    Args:
-        ranks: The size of the group.
-        cpus: The CPUs that the ranks may use together; None: the CPUs of this process.
-        before_measuring: Called before a measurement, to wait for a quiet moment.
+    """The tunables for a new group's segment. May measure for some 0.3 s, after
+    ``before_measuring`` has waited for a quiet moment. The ranks may use ``cpus`` together (None:
+    those of this process).
     """
     cpus = affinity() if cpus is None else cpus
     known = host_calibration(cpus=cpus, before_measuring=before_measuring)
@@ -202,12 +189,11 @@ def below(name: str) -> str:
 
 
 def chunks_for(plan: TuningPlan, known: Calibration) -> dict[str, int]:
-    """The tunables of ``known``, with sizes of chunks made smaller where ranks share a cache.
+    """The tunables of ``known``, with sizes of chunks made smaller where, by the plan, ranks share
+    a cache.
 
-    Args:
-        plan: The plan of the group, which says how many ranks share a cache.
-        known: The calibration. Measurements are made with a cache for each rank; without
-            measurements, chunks have at most ``plan.chunk_bytes``, too.
+    Measurements are made with a cache for each rank; without measurements, chunks have at most
+    ``plan.chunk_bytes``, too.
     """
     tunables = dict(known.tunables)
     for name in _CHUNKS:
@@ -228,13 +214,8 @@ def host_calibration(
     remake: bool = False,
     before_measuring: Callable[[], object] | None = None,
 ) -> Calibration:
-    """This host's calibration: from this process's memory, from a file in the cache folder, or
-    measured now.
-
-    Args:
-        cpus: The CPUs to calibrate for; None: the CPUs of this process.
-        remake: Measure in any case, and keep the result.
-        before_measuring: Called before a measurement.
+    """This host's calibration for some CPUs (None: those of this process): from this process's
+    memory, from a file in the cache folder, or measured now (with ``remake`` in any case).
     """
     if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
         return _defaults("turned off, by TILEWORK_CALIBRATION=0")
@@ -339,12 +320,7 @@ def processor_name() -> str:
 
 
 def cache_sizes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> dict[str, str]:
-    """Sizes of the first core's caches of data, by level: {"L2": "1024K"}; empty where unknown.
-
-    Example:
-        >>> all(name.startswith("L") for name in cache_sizes())
-        True
-    """
+    """Sizes of the first core's caches of data, by level: {"L2": "1024K"}; empty where unknown."""
     sizes = {}
     for index in sorted(folder.glob("index*")):
         if _text(index / "type") in ("Data", "Unified"):

@@ -29,11 +29,8 @@ _LOOKED_AT_WORDS = 9
 
 
 class HeldMemory:
-    """The memory of an operation's tensors, held from construction until :meth:`release`.
-
-    Args:
-        tensors: All tensors that the operation reads or writes.
-        written: The tensors that it writes; contiguous.
+    """The memory of an operation's tensors, of which contiguous tensors are written, held from
+    construction until :meth:`release`.
     """
 
     __slots__ = ("_hold",)
@@ -64,15 +61,11 @@ def hold_memory(tensors: Iterable[Tensor], written: Sequence[Tensor]) -> HeldMem
 def hold_operation(
     operation: Operation, only_read: bool, takes_addresses: bool
 ) -> HeldMemory | None:
-    """Hold the memory of all CPU tensors of an operation; None if memory cannot be held, with this
-    torch or without the core.
+    """Hold the memory of all CPU tensors of an operation, which may only read; None if memory
+    cannot be held, with this torch or without the core.
 
-    Args:
-        operation: The operation. Unless ``takes_addresses``, the tensors in it are replaced by
-            tensors at the held memory.
-        only_read: True if the operation does not write outputs.
-        takes_addresses: True if the engine reads tensors' addresses at the call; False if it may
-            read them later.
+    Unless the engine ``takes_addresses`` at the call, it may read them later, and the tensors in
+    the operation are replaced by tensors at the held memory.
     """
     if not IS_AVAILABLE:
         return None

@@ -52,11 +52,8 @@ class CannotShareMemoryError(DistBackendError):
 
 
 def create_shm_group(request: DistributedBackendOptions, options: Any) -> ShmGroup:
-    """Make this rank's end of a group. Collective; blocks until all ranks joined.
-
-    Raises:
-        CannotShareMemoryError: Some ranks are on other hosts, or run as another user.
-        DistBackendError: The core is missing, or some rank did not come in time.
+    """Make this rank's end of a group. Collective; blocks until all ranks joined, or raises a
+    DistBackendError: CannotShareMemoryError for other hosts or users.
     """
     missing = core_error()
     if missing is not None or _core is None:

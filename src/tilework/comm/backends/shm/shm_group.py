@@ -233,10 +233,7 @@ def place_of(site: tuple[CodeType, int] | None) -> str:
 
 class CoreRing(Ring):
     """The flight record (of recent operations) of a shm group. The core keeps it, because the fast
-    path writes it, too.
-
-    Args:
-        ranks: Returns the global rank of each group rank.
+    path writes it, too. ``ranks`` gives the global rank of each group rank.
     """
 
     __slots__ = ("_ranks", "begin", "end", "follow", "ring")

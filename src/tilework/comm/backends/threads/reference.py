@@ -38,12 +38,8 @@ _BOOL = {
 
 
 def combine(parts: Sequence[Tensor], op: str, factors: Sequence[float]) -> Tensor:
-    """The reduction ``op`` of the ranks' tensors, as a new tensor of their dtype and shape.
-
-    Args:
-        parts: One tensor per rank, with equal dtypes and shapes.
-        op: "sum", "avg", "product", "min", "max", "band", "bor", "bxor" or "premul_sum".
-        factors: One factor per rank; read by "premul_sum" only.
+    """The reduction ``op`` (as "sum" or "premul_sum", which reads a factor per rank) of the ranks'
+    tensors, as a new tensor of their dtype and shape.
     """
     dtype = parts[0].dtype
     if dtype is torch.bool:

@@ -406,10 +406,8 @@ _hubs_lock = threading.Lock()
 
 
 def create_threads_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
-    """Join the hub that the group's rank 0 makes. Blocks until all ranks joined.
-
-    Raises:
-        DistBackendError: Some rank is in another process, or did not come in time.
+    """Join the hub that the group's rank 0 makes. Blocks until all ranks joined, or raises a
+    DistBackendError.
     """
     store, rank, size = request.store, request.group_rank, request.group_size
     if rank == 0:

@@ -44,10 +44,8 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure",
 
 
 class ComparedEngine(MeetingEngine):
-    """A rank's end of a group on an engine that compares nothing by itself.
-
-    Args:
-        amount: What is compared: "all", "first" or "off".
+    """A rank's end of a group on an engine that compares nothing by itself: "all", "first" or
+    "off".
     """
 
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)

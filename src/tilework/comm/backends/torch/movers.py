@@ -16,11 +16,7 @@ _NEVER_SENT = 0x7FFF_FFFE
 
 
 class Mover:
-    """A rank's end of a group on a backend of torch. It moves data, and knows nothing of faults.
-
-    Args:
-        backend: torch's backend object.
-    """
+    """A rank's end of a group on a backend of torch. It moves data, and knows nothing of faults."""
 
     #: True if an operation ends on a thread that waits, False if on a device's streams.
     blocks = True

@@ -193,11 +193,8 @@ class NcclGroup(EngineGroup):
 
 
 def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -> Any:
-    """Torch's Gloo object for a group. Collective over its ranks; blocks until all are connected.
-
-    Args:
-        request: The group.
-        address: This host's address to listen at; None: Gloo finds an address.
+    """Torch's Gloo object for a group, listening at an address (None: Gloo finds it). Collective
+    over its ranks; blocks until all are connected.
     """
     store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
     _check_transport()
