@@ -73,7 +73,7 @@ def passed_times(
 
 @dataclass(frozen=True)
 class Prices:
-    """What calls take.
+    """The durations of calls.
 
     Attributes:
         seconds: The seconds of a call.
@@ -189,7 +189,7 @@ class _Player:
         return False
 
     def _arrived(self, rank: int) -> float:
-        """The time at which a rank comes to its next call."""
+        """The time at which a rank comes to the next call."""
         if self._computed is None:
             return 0.0
         place, computed = self.place[rank], self._computed[rank]

@@ -254,7 +254,7 @@ class PlanReport:
 
     @property
     def notes(self) -> list[str]:
-        """What stands behind the numbers, in sentences."""
+        """The facts behind the numbers, in sentences."""
         known = "from measured operators, without the Python of wrappers"
         note = known if self.cluster.is_measured else "an estimate: nothing was measured"
         assumed = set[str]().union(*(each.assumed for each in self.kinds))

@@ -41,7 +41,7 @@ class Suggestions(Sequence[ModelPlan]):
     plans: tuple[ModelPlan, ...]
     #: By plan, the reason.
     left_out: tuple[tuple[str, str], ...]
-    #: If memory suffices for no plan, the plan that lacks the least; its report names changes.
+    #: If memory suffices for no plan, the plan that lacks the least; the report names changes.
     nearest: ModelPlan | None = None
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ def _row(plan: ModelPlan, report: PlanReport) -> tuple[str, ...]:
 
 
 def _notes(reports: Iterable[PlanReport]) -> list[str]:
-    """What stands behind the numbers, and what would let a job fit."""
+    """The facts behind the numbers, and changes with which a job fits."""
     found: dict[str, None] = {}
     for report in reports:
         found |= dict.fromkeys([*report.notes, *report.lacks])

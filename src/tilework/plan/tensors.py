@@ -296,7 +296,7 @@ def _is_fill(func: Any) -> bool:
 
 
 def _is_asked(device: Any) -> bool:
-    """True within ``torch.device("meta")``; torch's own code names the device of its arguments."""
+    """True within ``torch.device("meta")``; torch's own code names the device of arguments."""
     return torch.device(device).type == "meta" and torch.get_default_device().type == "meta"
 
 
