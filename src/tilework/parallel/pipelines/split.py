@@ -281,7 +281,7 @@ def copied(
 ) -> Any:
     """A deep copy of a module with other parameters and buffers.
 
-    Where ``unit`` gives a module, the copy has that one. ``known`` has copies by identity.
+    Where ``unit`` gives a module, the copy has that module. ``known`` has copies by identity.
     """
     known = {} if known is None else known
     found = unit(name, module)
