@@ -20,6 +20,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -97,7 +98,9 @@ def measured(rank: int, size: tuple[int, ...]) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_plot_option(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     cluster = measured_here(host_calibration().measurements)
     rows: list[tuple[str, float, float, float]] = []
@@ -116,6 +119,7 @@ def main() -> None:
         error = f"{expected / cpu - 1:+.0%}"
         table.add_row(name, f"{1e3 * expected:.1f}", f"{1e3 * cpu:.1f}", error, f"{1e3 * wall:.1f}")
     Console().print(table)
+    draw(options.plot, chart(table, ("expected ms", "CPU ms", "wall ms")))
     pairs = [(a, b) for a, b in combinations(rows, 2) if max(a[2], b[2]) > 1.2 * min(a[2], b[2])]
     right = sum((a[1] < b[1]) == (a[2] < b[2]) for a, b in pairs)
     errors = sorted(abs(expected / cpu - 1) for _, expected, cpu, _ in rows)

@@ -13,6 +13,8 @@ from benchmarks import plotting
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 #: What programs share, beside the programs.
 PARTS = {"by_turns", "drawing", "figures", "measuring", "peers", "plotting"}
+#: Programs that measure no times.
+UNTIMED = {"plans", "resident"}
 
 
 def table() -> Table:
@@ -57,6 +59,6 @@ def test_far_values_are_drawn_by_their_logarithms() -> None:
 
 
 def test_every_program_draws() -> None:
-    programs = {path.stem for path in FOLDER.glob("*.py")} - PARTS
+    programs = {path.stem for path in FOLDER.glob("*.py")} - PARTS - UNTIMED
     without = [n for n in programs if "draw(" not in (FOLDER / f"{n}.py").read_text()]
     assert not without
