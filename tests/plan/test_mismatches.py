@@ -94,3 +94,14 @@ def test_a_rank_that_leaves_out_a_collective() -> None:
     (mismatch,) = found(program, 3)
     assert "does not call it" in mismatch.text
     assert 2 in mismatch.ranks
+
+
+def test_a_rank_alone_in_a_collective_of_another_kind() -> None:
+    def program() -> None:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    (mismatch,) = found(program, 3)
+    assert mismatch.ranks == (0, 1)
+    assert "rank 0 waits in barrier" in mismatch.text

@@ -213,8 +213,9 @@ class _Player:
 
     def _enter(self, rank: int, here: tuple[int, int], call: PretendedCall) -> None:
         key = _key(rank, call)
-        self._count[rank, call.kind, key] += 1
-        event = self._events[here] = (key, self._count[rank, call.kind, key])
+        end = rank, None if call.peer is None else call.kind, key  # collectives are one sequence
+        self._count[end] += 1
+        event = self._events[here] = (key, self._count[end])
         if call.kind != "recv" or call.peer not in self.calls:
             self._begun[event] = max(self._begun[event], self._arrived(rank))
         if call.kind != "recv":
