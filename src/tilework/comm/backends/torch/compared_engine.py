@@ -117,8 +117,11 @@ class ComparedEngine(MeetingEngine):
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:
-                if not _is_late(error) or work.is_completed():
+                if not _is_late(error):
                     raise
+                if work.is_completed():  # since the look, or by the engine's own limit
+                    work.wait()
+                    return
                 late = error if time.monotonic() > self._deadline else None
             try:
                 self.check_open()
