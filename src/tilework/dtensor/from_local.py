@@ -83,7 +83,7 @@ def spec_from_local(
     with agreeing("from_local"):
         if run_check:
             return infer(agree(make, group))
-        kind = "from_local", *placements, None if order is None else tuple(order)
+        kind = "from_local", *placements, None if order is None else repr(order)
         key = kind, local.shape, local.dtype, local.requires_grad
         digest, spec = mesh.specs.get(key) or (_digest_of(make), None)
         if not (are_alike(digest, group) and digest):
