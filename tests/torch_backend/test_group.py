@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -377,6 +378,7 @@ def test_on_three_ranks(ranks: Launcher, program: Callable[[Rank], None]) -> Non
 
 
 def a_device_of_tilework(rank: Rank) -> tuple[tuple[str, ...], str]:
+    os.environ["TILEWORK_BACKEND"] = "cpu:shm,cuda:gloo"  # of this rank's process
     with rank.joined("cpu:tilework,cuda:tilework"):
         whole: Any = dist.group.WORLD
         ours = whole._get_backend(torch.device("cuda"))
@@ -389,10 +391,7 @@ def a_device_of_tilework(rank: Rank) -> tuple[tuple[str, ...], str]:
         return group.devices, str(caught.value)
 
 
-def test_calls_for_a_device_of_tilework_are_compared(
-    ranks: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TILEWORK_BACKEND", "cpu:shm,cuda:gloo")
+def test_calls_for_a_device_of_tilework_are_compared(ranks: Launcher) -> None:
     for devices, text in ranks(2, a_device_of_tilework):
         assert devices == ("cuda",)
         assert "they differ in root" in text
