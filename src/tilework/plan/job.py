@@ -18,6 +18,7 @@ from tilework.plan.changes import changes_for
 from tilework.plan.cluster import Cluster
 from tilework.plan.kinds import kinds_of
 from tilework.plan.mismatches import mismatches_of
+from tilework.plan.replacing import math_with_numbers
 from tilework.plan.report import AxisTraffic, Branch, PlanReport, RankReport, StartCost
 from tilework.plan.running import PretendedJob, RankRun, place_of, run_rank
 from tilework.plan.timing import RankTime, Workload, rank_times
@@ -96,8 +97,9 @@ class PlannedJob:
         begun = time.perf_counter()
         how = _Program(lambda: program(*arguments), everyone, alike, is_script)
         decisions = Decisions()
-        report, runs = self._way(how, decisions)
-        branches = [self._branch(how, site, runs, decisions) for site in list(decisions.asked)]
+        with math_with_numbers():  # the search of all modules takes as long as a small program
+            report, runs = self._way(how, decisions)
+            branches = [self._branch(how, site, runs, decisions) for site in list(decisions.asked)]
         seconds = time.perf_counter() - begun
         return changes_for(replace(report, branches=branches, seconds=seconds))
 

@@ -87,7 +87,7 @@ def replaced(device: torch.device, decisions: Decisions) -> Iterator[None]:
     put(torch.distributed, "init_process_group", _without_torch)
     for name in ("tensor", "as_tensor"):
         put(torch, name, _maker(getattr(torch, name)))
-    with decisions.in_use(), _math_with_numbers():
+    with decisions.in_use():
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ def replaced(device: torch.device, decisions: Decisions) -> Iterator[None]:
 
 
 @contextmanager
-def _math_with_numbers() -> Iterator[None]:
+def math_with_numbers() -> Iterator[None]:
     """Within the block, functions of ``math`` take unknown numbers, wherever they were imported."""
     functions = {value: _computing(value) for value in vars(math).values() if _is_function(value)}
     found = [
