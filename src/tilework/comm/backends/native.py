@@ -182,6 +182,13 @@ class NativeGroup(ProcessGroup):
 
     # -- running -------------------------------------------------------------------------
 
+    def _noted(self, fault: Exception, operation: Operation, slot: int) -> Exception:
+        title = provenance_digest.named(operation.describe())
+        error = self.explain(fault.args, title, call_site())
+        self.failure_seen = True
+        self.note_failure(slot, error)
+        return error
+
     def _start(self, operation: Operation, outputs: list[Tensor]) -> Work:
         """Run or submit ``operation``; ``outputs`` are the user's tensors that it fills."""
         self._check_devices(operation.inputs)
@@ -208,11 +215,8 @@ class NativeGroup(ProcessGroup):
                 with event:
                     self.engine.run(operation)
         except self.engine.fault_type as fault:
-            title = provenance_digest.named(operation.describe())
-            error = self.explain(fault.args, title, call_site())
-            self.failure_seen = True
-            self.note_failure(slot, error)
-            raise error from None
+            # A name for the error here would be a cycle, which keeps the engine's objects.
+            raise self._noted(fault, operation, slot) from None
         except self.engine.refusals as error:
             self.flight.end(slot, f"{type(error).__name__}: {error}")
             raise
