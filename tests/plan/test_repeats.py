@@ -40,3 +40,14 @@ def test_views_and_numbers_that_decide_sizes_are_asked_again() -> None:
     x = torch.empty(4, 4, device="meta")
     assert key_of(_aten.view.default, (x, [16]), {}) is None
     assert key_of(_aten.topk.default, (x, 1), {}) != key_of(_aten.topk.default, (x, 2), {})
+
+
+def test_equal_numbers_of_other_types_and_other_default_dtypes_are_asked_again() -> None:
+    x = torch.empty(4, dtype=torch.int64, device="meta")
+    keys = [key_of(_aten.rsub.Scalar, (x, one), {}) for one in (1, 1.0, True)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        keys.append(key_of(_aten.rsub.Scalar, (x, 1.0), {}))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(set(keys)) == 4

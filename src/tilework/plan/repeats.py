@@ -29,11 +29,14 @@ def key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
             return tuple(map(part, value))
-        if isinstance(value, Number) or (kind != "new" and isinstance(value, int | float)):
-            return float if isinstance(value, Number) else type(value)
+        if isinstance(value, Number):
+            return float
+        if isinstance(value, int | float):  # 1, 1.0 and True are equal, and give other dtypes
+            return (type(value), value) if kind == "new" else type(value)
         return value
 
-    return (func, *map(part, args), *((name, part(value)) for name, value in kwargs.items()))
+    named = ((name, part(value)) for name, value in kwargs.items())
+    return (func, torch.get_default_dtype(), *map(part, args), *named)
 
 
 @cache
