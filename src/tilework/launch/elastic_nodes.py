@@ -8,9 +8,10 @@ import select
 import socket
 import sys
 import time
+from datetime import timedelta
 from typing import Final
 
-from tilework.errors import DistStoreError
+from tilework.errors import DistStoreError, StoreTimeoutError
 from tilework.launch.nodes import (
     PATIENCE,
     Message,
@@ -93,10 +94,12 @@ def join_service(settings: LaunchSettings) -> Nodes:
     client = TCPStore(host, port, timeout=patience, secret=secret_bytes(text))
     with contextlib.closing(client), contextlib.ExitStack() as stack:
         store = PrefixStore(PREFIX, client)
-        if not store.check(["link"]):
+        try:  # the service sets the key a moment after the port opens
+            store.wait(["link"], timedelta(seconds=_WORD_SECONDS))
+        except StoreTimeoutError:
             raise NodesError(
                 f"the store at {where} is no `tilework store`, which --nnodes MIN:MAX needs"
-            )
+            ) from None
         number = store.add(CALLERS, 1)
         link = ServiceLink(call(store, host, number, "the tilework store"), where)
         stack.callback(link.close)
