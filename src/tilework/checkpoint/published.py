@@ -66,18 +66,33 @@ class _Sources:
     by_pattern: dict[str, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))
 
 
+def with_renamings(name: str, renamings: Sequence[Any]) -> str:
+    """The name after each of transformers' renamings."""
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
+
+
+def with_first_match(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
+    """The name after the first converter that matches, with the pattern that did; else None."""
+    for each in converters:
+        renamed, pattern = each.rename_source_key(name)
+        if pattern is not None:
+            return renamed, pattern
+    return name, None
+
+
 class _Conversion:
     """Converts published tensors to the names and forms that a model has."""
 
     def __init__(self, module: nn.Module) -> None:
         self._transforms: Sequence[Any] = ()
-        self._module, self._loading = module, None
+        self._module = module
         self._own = dict.fromkeys(module.state_dict(), True)
         self._prefix = getattr(module, "base_model_prefix", "") or ""
         if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
             try:
                 mapping = importlib.import_module("transformers.conversion_mapping")
-                self._loading = importlib.import_module("transformers.core_model_loading")
                 self._transforms = mapping.get_model_conversion_mapping(module)
             except ImportError:  # before version 5 models have the published names
                 self._transforms = ()
@@ -88,10 +103,7 @@ class _Conversion:
         converters = [each for each in self._transforms if hasattr(each, "operations")]
 
         def apply(name: str) -> tuple[str, str | None]:
-            renamed, pattern = name, None
-            if self._loading is not None:
-                renamed = self._loading.apply_renamings(name, renamings)
-                renamed, pattern = self._loading.apply_converters(renamed, converters)
+            renamed, pattern = with_first_match(with_renamings(name, renamings), converters)
             renamed = self._at_model(renamed)
             if name in self._own and (pattern is None or renamed != name):
                 return name, None  # a published name that the model has needs no conversion

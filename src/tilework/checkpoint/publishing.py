@@ -26,7 +26,7 @@ from tilework.checkpoint.flat_state import PerRank, dotted
 from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.index_text import is_checkpoint
 from tilework.checkpoint.progress import Progress
-from tilework.checkpoint.published import converted
+from tilework.checkpoint.published import converted, with_first_match, with_renamings
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.safetensors_index import (
     HF_FILE,
@@ -216,7 +216,6 @@ def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mappin
         return own
     try:
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
-        loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # before version 5 models have the published names
         return own
     steps = getattr(module, "_weight_conversions", None)
@@ -227,9 +226,9 @@ def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mappin
     renamings = [each for each in back if not hasattr(each, "operations")]
     converters = [each for each in back if hasattr(each, "operations")]
     forms = _Forms()
-    apply = partial(loading.apply_converters, weight_converters=converters)
+    apply = partial(with_first_match, converters=converters)
     for name, tensor in converted(own, converters, apply):
-        forms[loading.apply_renamings(name, renamings)] = tensor
+        forms[with_renamings(name, renamings)] = tensor
     return forms
 
 

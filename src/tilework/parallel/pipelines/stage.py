@@ -679,7 +679,7 @@ class Twin:
             return tensor.clone() if of is None else Ghost(tensor, of, parameter=name)
 
         self._model: nn.Module = copied(model, own, unit)
-        self._routes: dict[Any, Route] = {}
+        self._routes: list[tuple[Any, Route]] = []  # torch 2.6 cannot hash a TreeSpec
 
     def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallOrder:
         """The order of calls in a forward with these arguments. Local."""
@@ -694,11 +694,14 @@ class Twin:
         device = self._device.type
         casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         key = (spec, *kinds, training, torch.is_grad_enabled(), casts)
-        if key not in self._routes:
-            self._model.train(training)
-            walk = GhostWalk(self._split, self._device)
-            self._routes[key] = walk.finish(self._follow(walk, args, kwargs), self.trained)
-        return self._routes[key]
+        for known, route in self._routes:
+            if known == key:
+                return route
+        self._model.train(training)
+        walk = GhostWalk(self._split, self._device)
+        route = walk.finish(self._follow(walk, args, kwargs), self.trained)
+        self._routes.append((key, route))
+        return route
 
     def _shared(self) -> dict[str, tuple[Tensor, int, bool]]:
         """By name, buffers of every stage, with version; True for those that no state has."""
