@@ -127,9 +127,7 @@ class _Background:
 
 
 def wait_for_pending() -> str | None:
-    """Wait for this rank's running save, if any. Local. Returns the text of an error that no call
-    has raised yet.
-    """
+    """Wait for this rank's running save; the text of an error that no call has raised yet."""
     background = current_world().states.get(_Background)
     last = None if background is None else background.last
     if background is None or last is None:
@@ -142,25 +140,19 @@ def wait_for_pending() -> str | None:
 
 
 def raise_pending() -> None:
-    """Wait for this rank's running save; raise the error if it has failed, unless that was done.
-    Local.
-    """
+    """Wait for this rank's running save; raise an error that no call has raised yet. Local."""
     failure = wait_for_pending()
     if failure is not None:
         raise CheckpointError(failure)
 
 
 def finish_pending(ranks: Ranks) -> None:
-    """Wait for the running saves of all these ranks. Collective. If one has failed, and no call
-    there has raised the error yet, all ranks raise a CheckpointError.
-    """
+    """Wait for the running saves of all these ranks; raise an error on all of them. Collective."""
     ranks.gather(raise_pending)
 
 
 def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:
-    """Copy this rank's part, and start a thread that writes the copy. Collective; blocks to copy.
-    Only the thread uses the group of ``ranks``.
-    """
+    """Copy this rank's part, and start a thread that writes the copy. Collective."""
     background = current_world().state(_Background)
     background.close_with_rank()
     save = prepare_save(storage, state, ranks, options, raise_pending)

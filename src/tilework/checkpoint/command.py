@@ -89,10 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run a parsed command, and return the exit status.
-
-    0: all is well. 1: ``verify`` found damage, or ``diff`` a difference. 2: the command failed.
-    """
+    """Run a parsed command; 0: all is well, 1: damage or a difference was found, 2: it failed."""
     try:
         status: int = options.work(options)
     except (CheckpointError, OSError, ImportError, TypeError, ValueError) as error:

@@ -49,11 +49,7 @@ MapNames = Callable[[str], Mapped] | Mapping[str, Mapped] | None
 
 
 def mapped_name(name: str, map_names: MapNames) -> Mapped:
-    """The checkpoint's tensor or tensors for a name of the state.
-
-    Raises:
-        CheckpointError: ``map_names`` gives something else than names or a PieceOf.
-    """
+    """The checkpoint's tensor or tensors for a name of the state."""
     mapped: Any = map_names(name) if callable(map_names) else (map_names or {}).get(name, name)
     if isinstance(mapped, str | PieceOf):
         return mapped
@@ -67,11 +63,7 @@ def mapped_name(name: str, map_names: MapNames) -> Mapped:
 
 
 def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
-    """The concatenation of tensors along a dim.
-
-    Raises:
-        CheckpointError: The dtypes, or the sizes of other dims, differ.
-    """
+    """The concatenation of tensors along a dim."""
     first = tensors[0]
     for each in tensors:
         if each.dtype != first.dtype or _without(each.shape, dim) != _without(first.shape, dim):
@@ -112,17 +104,7 @@ def unstacked(tensor: SavedTensor) -> list[SavedTensor]:
 
 
 def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
-    """The piece of a tensor that ``of`` describes. Each part of the piece is contiguous in a file.
-
-    Raises:
-        CheckpointError: The dim or the number does not exist, or the size is not a multiple of the
-            count; or the tensor has checksums: a piece of a tensor cannot be compared with them.
-
-    Example:
-        >>> rows = SavedTensor("x", "F32", (4, 2), (Part(Box((0, 0), (4, 2)), "f", 0, 32, (0,)),))
-        >>> [(str(part.box), part.offset) for part in piece(rows, PieceOf("x", 1, 2)).parts]
-        [('[0:2, 0:2]', 16)]
-    """
+    """The piece of a tensor that ``of`` describes; each part of it is contiguous in a file."""
     dim = of.dim
     if not 0 <= of.number < of.count:
         raise CheckpointError(
@@ -156,9 +138,7 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
 
 
 def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
-    """Cut a region of ``part`` into parts that are contiguous in the file, with boxes relative to
-    ``window``.
-    """
+    """Cut a region of a part into runs of the file, with boxes relative to ``window``."""
     strides = [math.prod(part.box.sizes[d + 1 :]) for d in range(len(part.box.sizes))]
     whole = len(region.sizes)  # from this dim on a box is as large as the part
     while whole and region.sizes[whole - 1] == part.box.sizes[whole - 1]:

@@ -36,10 +36,8 @@ Facts = tuple[Any, ...]
 class Description:
     """The description of one rank's state, for the other ranks.
 
-    Args:
-        leaves, containers: By path, the facts of each leaf, and the kind of each container.
-        contents: By path, the CRC-32s of this rank's tiles that have elements; only for tensors
-            that some of the ranks do not hold.
+    ``contents`` has, by path, the CRC-32s of this rank's tiles that have elements; only for tensors
+    that some of the ranks do not hold.
     """
 
     leaves: dict[Path, Facts] = field(default_factory=dict)
@@ -83,11 +81,7 @@ def settle(flat: FlatState) -> None:
 
 
 def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
-    """This rank's description. Local. A single rank compares no contents.
-
-    Raises:
-        TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
-    """
+    """This rank's description. Local. A single rank compares no contents."""
     description = Description(containers=dict(flat.containers))
     seen: dict[Any, Path] = {}
     for path, leaf in flat.leaves.items():
@@ -116,9 +110,7 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
 
 
 def check_dense(tensor: Tensor, where: str) -> None:
-    """Raise TypeError unless a tensor is dense, with values in memory: not sparse, quantized or
-    nested.
-    """
+    """Raise TypeError unless a tensor is dense, with values in memory."""
     tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else (tensor,)
     for tile in tiles:  # plain tensors are quick to check
         _check_plain(tile, where)
@@ -162,13 +154,7 @@ def layout_text(tensor: TiledTensor) -> str:
 
 
 def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedState:
-    """The state of all ranks as one. Pure, and the same on every rank.
-
-    A leaf that differs between ranks becomes a PerRank.
-
-    Raises:
-        ValueError: Ranks have different containers in the same place.
-    """
+    """The state of all ranks as one. Pure, and the same on every rank."""
     descriptions = _empty_as_values(descriptions)
     merger, by_path = _Merger(), dict[Path, dict[Facts, list[int]]]()
     containers = merger.state.flat.containers

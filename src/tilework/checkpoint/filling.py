@@ -57,14 +57,7 @@ def _nothing(names: Iterable[str]) -> None:
 
 @dataclass
 class Filling:
-    """The filling of a state from a checkpoint, on one rank.
-
-    Args:
-        names: Patterns: only matching names of the state are filled.
-        visit_optimizer: Looks up an optimizer in the state, as :meth:`visit` does for other values.
-        check_files: Called with names of files before memory for their tensors is allocated;
-            raises unless the files are as long as the index says.
-    """
+    """The filling of a state from a checkpoint, on one rank."""
 
     index: Index
     saved: FlatState
@@ -107,9 +100,8 @@ class Filling:
         return mapped if isinstance(mapped, str) else self.compose(mapped)
 
     def compose(self, of: Sequence[str] | PieceOf) -> str:
-        """Compose a tensor of saved tensors, and return the name under which it is found now.
-
-        If the checkpoint lacks any of the tensors, it lacks the returned name, too.
+        """Compose a tensor of saved tensors; the name of it, which is missing if one of them is
+        missing.
         """
         names = (of.name,) if isinstance(of, PieceOf) else tuple(of)
         leaves = [self.saved.leaves.get(self._paths.get(name, ())) for name in names]
@@ -153,10 +145,7 @@ class Filling:
         return self._paths.get(mapped)
 
     def leaf(self, path: Path) -> FlatValue | NamedTensor | None:
-        """This rank's leaf at a path of the checkpoint; marks the path as used.
-
-        None if the checkpoint has nothing there, or only has leaves of other ranks.
-        """
+        """This rank's leaf at a path of the checkpoint, which counts as used; None without any."""
         leaf = self.saved.leaves.get(path)
         self.used.add(path)
         if isinstance(leaf, PerRank):
@@ -188,13 +177,7 @@ class Filling:
     # -- walking -----------------------------------------------------------------------------
 
     def visit(self, value: Any, path: Path) -> Finish:
-        """Look up everything in ``value``, and list the tensors to fill.
-
-        The returned function sets values and gives the loaded value, once tensors are filled.
-
-        Raises:
-            CheckpointError: The saved value does not fit the place.
-        """
+        """Look up everything in ``value``, list the tensors to fill, and return how to finish."""
         if isinstance(value, nn.Module):
             return self._visit_module(value, path)
         if isinstance(value, Optimizer):
@@ -243,9 +226,7 @@ class Filling:
         return lambda: value
 
     def fill(self, tensor: Tensor, saved: SavedTensor, where: str) -> None:
-        """Add a tensor to those that are filled later. Raises a CheckpointError if it has another
-        shape, or no memory.
-        """
+        """Add a tensor to those that are filled later."""
         tensor = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else awaited(tensor)
         problem = unfillable(tensor)
         if problem:
@@ -367,9 +348,7 @@ class Filling:
     # -- values without a place in the state ------------------------------------------------------
 
     def fresh(self, root: Path, into: Mapping[Path, Tensor] | None = None) -> Fresh:
-        """New containers, values and tensors (full, on the CPU) for everything below a saved path;
-        ``into`` has tensors to fill instead, by their paths from ``root``.
-        """
+        """New values and tensors, or those of ``into``, for everything below a saved path."""
         return Fresh(self, root, into or {})
 
 
@@ -465,11 +444,7 @@ def _replaced(old: Any, new: Any) -> Any:
 
 
 def is_in_module(module: nn.Module, contents: Mapping[str, Any]) -> bool:
-    """True if filling the tensors of a state dict in place is equivalent to loading it.
-
-    False if a class in the module overrides loading or has hooks after loading, or if the state
-    dict has values other than the module's own tensors.
-    """
+    """True if filling the tensors of a state dict in place is equivalent to loading it."""
     for inner in module.modules():
         kind = type(inner)
         custom = (

@@ -36,9 +36,7 @@ Named = list[tuple[Any, Tensor]]
 def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finish:
     """Look up the states of an optimizer's parameters, and the groups' settings.
 
-    A parameter that was saved without a state gets no state. A parameter that was not saved is
-    listed as missing. The parameter keeps the state that it has then, and also if other ranks have
-    saved the state.
+    A parameter that was not saved, or by other ranks alone, keeps the state that it has.
     """
     if not _is_asked(filling, path):
         return lambda: optimizer
@@ -74,10 +72,7 @@ def _is_asked(filling: Filling, path: Path) -> bool:
 
 
 def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
-    """The saved groups: this rank's, then of other ranks those with other parameters.
-
-    Ranks save different groups if each has other parameters, as stages of a pipeline.
-    """
+    """The saved groups: this rank's, then those of other ranks that have other parameters."""
     path = (*root, "param_groups")
     leaves = [filling.saved.leaves[each] for each in filling.paths_under(path)]
     others = {

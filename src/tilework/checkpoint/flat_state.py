@@ -22,9 +22,7 @@ class FlatValue:
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A leaf of a saved state that is a tensor, of a kind such as ``"tensor"``: the state holds the
-    name in the checkpoint instead.
-    """
+    """A tensor of a saved state, or of another kind of tensor, by the name in the checkpoint."""
 
     name: str
     kind: str = "tensor"
@@ -32,9 +30,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A leaf of a saved state that differs between ranks: for each value the ranks, then
-    the value.
-    """
+    """A leaf of a saved state that differs between ranks: the ranks and value of each variant."""
 
     variants: tuple[tuple[tuple[int, ...], FlatValue | NamedTensor], ...]
 
@@ -48,24 +44,14 @@ Leaf = FlatValue | NamedTensor | PerRank
 
 @dataclass
 class FlatState:
-    """A state as a flat mapping from paths to leaves.
-
-    Args:
-        leaves: By path, a tensor, or a :class:`FlatValue`. In a state that was read from an index,
-            a :class:`NamedTensor` stands for a tensor, and there may be a :class:`PerRank`.
-        containers: By path, the kind of container: "dict", "list", "tuple", "set" or "numpy".
-    """
+    """A state: by path, values and tensors (or their names), and the kinds of containers."""
 
     leaves: dict[Path, Any] = field(default_factory=dict)
     containers: dict[Path, str] = field(default_factory=dict)
 
 
 def dotted(path: Path) -> str:
-    """The dict keys and list positions of a path, joined by dots; ``"state"`` for the empty path.
-
-    Messages show this text, and a tensor at the path is saved under this name. If two paths give
-    the same text, the caller has to make the names unique.
-    """
+    """The keys and positions of a path, joined by dots; ``"state"`` for the empty path."""
     return ".".join(map(str, path)) or "state"
 
 
@@ -116,11 +102,7 @@ def _leaf_json(leaf: Any) -> Any:
 
 
 def state_of_json(listed: Any, check: Callable[[Any], object] = decode_value) -> FlatState:
-    """The state that :func:`state_json` encoded. ``check`` is called with the JSON of each value.
-
-    Raises:
-        ValueError: The JSON is not from :func:`state_json`, or ``check`` raised.
-    """
+    """The state that :func:`state_json` encoded. ``check`` may refuse the JSON of a value."""
     flat = FlatState()
     try:
         for path, kind, value in _walk(listed, (), check):

@@ -24,28 +24,14 @@ Adapt = Callable[[Any, Path], Any]
 
 
 def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
-    """The state as a flat mapping from paths to leaves. Local, if ``adapt`` is.
-
-    ``adapt`` is called with each value and the path; it returns containers for an object that has a
-    state, and other values unchanged.
-
-    Raises:
-        TypeError: The state has something that a checkpoint does not hold; the message says where.
-
-    Example:
-        >>> flat = flatten({"a": [1, {"b": 2}]})
-        >>> list(flat.leaves), flat.containers
-        ([('a', 0), ('a', 1, 'b')], {(): 'dict', ('a',): 'list', ('a', 1): 'dict'})
-    """
+    """The state as a flat mapping from paths to leaves. ``adapt`` makes containers of objects."""
     flat = FlatState()
     _flatten(state, (), adapt, flat, 0)
     return flat
 
 
 def check_levels(levels: int, path: Path) -> None:
-    """Raise TypeError if the value at ``path``, below so many levels of JSON, is too deep for an
-    index.
-    """
+    """Raise TypeError if the value at ``path`` is too deep for an index."""
     if levels > _MOST_LEVELS:
         raise TypeError(
             f"the state is nested too deep at {dotted(path[:4])}…: an index holds at most "
@@ -54,9 +40,7 @@ def check_levels(levels: int, path: Path) -> None:
 
 
 def found_in(state: Any, kind: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
-    """The values of a class in a nesting of dicts, lists and tuples at ``path``, each with the
-    path.
-    """
+    """The values of a class in a nesting of dicts, lists and tuples, each with the path."""
     check_levels(len(path), path)
     if isinstance(state, kind):
         yield path, state
@@ -113,9 +97,7 @@ def is_numpy_array(value: Any) -> bool:
 
 
 def numpy_as_tensor(array: Any, where: str) -> Tensor:
-    """A numpy array as a tensor that shares memory if torch can, else as a copy. Raises TypeError,
-    with ``where``, if torch has no dtype for the elements.
-    """
+    """A numpy array as a tensor that shares memory if torch can, else as a copy."""
     try:
         plain = array.astype(array.dtype.newbyteorder("="), copy=False)
         shares = plain.flags.writeable and all(stride >= 0 for stride in plain.strides)

@@ -40,12 +40,7 @@ _STORED = {
 
 
 def stored(dtype: str, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and the sizes that a safetensors file has for elements of the index's dtype.
-
-    Example:
-        >>> stored("C64", (3,)), stored("F16", (3,))
-        (('F32', (3, 2)), ('F16', (3,)))
-    """
+    """The dtype and the sizes that a safetensors file has for elements of the index's dtype."""
     name, count = _STORED.get(dtype, (dtype, 1))
     return name, (*sizes, count) if count > 1 else tuple(sizes)
 
@@ -54,9 +49,7 @@ def stored(dtype: str, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 class Part:
     """A box of a tensor whose elements lie in row-major order in one file.
 
-    Args:
-        offset: The position of the first byte in the file.
-        crc32: The CRC-32 of each chunk of the elements.
+    ``crc32`` has the CRC-32 of each chunk of the elements.
     """
 
     box: Box
@@ -147,10 +140,7 @@ def checkpoint_parts(
 
 
 def checksum(tensor: SavedTensor) -> str:
-    """The CRC-32 of a tensor's checksums: equal for the same elements in the same parts.
-
-    ``"none"`` if the tensor has no checksums, as in published weights.
-    """
+    """The CRC-32 of a tensor's checksums; ``"none"`` without any, as in published weights."""
     if not any(any(part.crc32) for part in tensor.parts):
         return "none"
     sums = b"".join(crc.to_bytes(4, "little") for part in tensor.parts for crc in part.crc32)

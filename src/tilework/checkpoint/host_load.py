@@ -30,16 +30,7 @@ from tilework.layout import Box
 
 @dataclass(frozen=True)
 class HostLoad:
-    """The inputs of one rank for loading a checkpoint together with the other ranks of a host.
-
-    Args:
-        plan: The parts of files that this rank reads, and the elements that it gets from them.
-        wanted: The saved tensors that any rank loads: the same list on all ranks of the job.
-        reader: Reads and checks parts of the checkpoint's files.
-        targets: The tensors of this rank to fill.
-        rank: This rank's global number.
-        group: The ranks of this host, which share what they read; None if this rank loads alone.
-    """
+    """The inputs of one rank for loading a checkpoint with the ``group`` of this host's ranks."""
 
     plan: LoadPlan
     wanted: Sequence[Wanted]
@@ -50,16 +41,10 @@ class HostLoad:
 
 
 class WayOfReading(Protocol):
-    """A way in which the ranks of a host read a part of a plan.
-
-    All ranks of a host call the same ways in the same order. Each way reads another part of the
-    plan, puts the elements in place, and does nothing if the plan has no such part.
-    """
+    """A way in which the ranks of a host read a part of a plan, all in the same order."""
 
     def __call__(self, load: HostLoad) -> None:
-        """Read this way's part of the plan; raise CheckpointError if bytes that this rank has read
-        are damaged.
-        """
+        """Read this way's part of the plan, and put the elements in place."""
 
 
 def read_own(load: HostLoad) -> None:
@@ -78,9 +63,6 @@ def read_shared(load: HostLoad) -> None:
 
     Bytes that a rank has read are in the system's pages of the file, which the others map. All
     ranks take parts in the same order, so that bytes checked by a rank are often in a cache.
-
-    Raises:
-        CheckpointError: Some of the chunks that this rank checks are damaged.
     """
     rank, reader = load.rank, load.reader
     own = _own_chunks(load.plan, rank, load.wanted, reader.index.chunk_bytes)
@@ -119,9 +101,6 @@ def read_split(load: HostLoad) -> None:
     Checksums are affine: bytes at any place in a chunk have a share in its checksum, which can be
     computed without the other bytes. The exclusive or of all ranks' shares is the checksum up to a
     constant. So no rank reads the bytes of another, and four bytes per chunk are exchanged.
-
-    Raises:
-        CheckpointError: A part that this rank needs is damaged; or this rank could not read.
     """
     if load.group is not None and load.plan.split:
         _SplitReading(load, load.group).run()
@@ -220,12 +199,8 @@ class _Region:
 def exchange_shared(load: HostLoad) -> None:
     """Read this rank's units, exchange all units, and fill targets. Collective over the host.
 
-    It runs in rounds through small buffers. A round of units that all ranks need is an all-gather;
-    any other is an all-to-all of the needed regions. All ranks know all units, so that sizes are
-    not sent. A rank with damaged units takes part in all rounds, so that no other waits for it.
-
-    Raises:
-        CheckpointError: A unit that this rank has read is damaged. Raised after the last round.
+    It runs in rounds through small buffers: an all-gather of units that all ranks need, an
+    all-to-all of others' regions. A rank with damaged units takes part in all rounds.
     """
     if load.group is not None and any(load.plan.units.values()):
         _Exchange(load, load.group).run(load.plan.units)

@@ -93,11 +93,7 @@ def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
 
 @no_collections()
 def parse_index(text: bytes, where: str) -> Index:
-    """The index in a file's text, once it has passed all checks that need no other files.
-
-    Raises:
-        CheckpointError: The index is damaged, of a later version, or contradictory.
-    """
+    """The index in a file's text, once it has passed all checks that need no other files."""
 
     def refused(problem: str, tensor: str = "") -> CheckpointError:
         about = f", tensor {tensor!r}" if tensor else ""
@@ -169,12 +165,7 @@ def _finite(text: str) -> float:
 
 
 def check_meta(meta: Any) -> None:
-    """Raise unless an index can hold the program's ``meta`` and read it again.
-
-    Raises:
-        TypeError: It is not an object of plain JSON with strings as keys.
-        ValueError: It has numbers that JSON lacks, or is nested too deep.
-    """
+    """Raise unless an index can hold the program's ``meta`` and read it again."""
     if not isinstance(meta, Mapping):
         raise TypeError(f"meta must be a dict of plain JSON, got {type(meta).__name__}")
     try:
@@ -256,9 +247,7 @@ def _number(value: Any) -> int:
 
 
 def number_list(values: Any) -> tuple[int, ...]:
-    """A list of JSON that must consist of integers from 0 on, such as a shape, as a tuple. Raises
-    TypeError or ValueError.
-    """
+    """A list of JSON that must consist of integers from 0 on, such as a shape, as a tuple."""
     if not isinstance(values, list):
         raise TypeError(f"{values!r} is not a list of integers")
     if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > _LARGEST):
@@ -361,16 +350,8 @@ def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
 
 
 def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
-    """The key of each box in a safetensors file: of the names and shapes of tensors, and the boxes,
-    in file order.
-
-    A box that is the whole tensor has the tensor's name as the key, another box the name followed
-    by the box. If a key is used already, by another box of the file or by safetensors itself, a
-    number is appended.
-
-    Example:
-        >>> file_keys([("w", (4, 3), Box((2, 0), (2, 3))), ("w[2:4, 0:3]", (), Box((), ()))])
-        ['w[2:4, 0:3]', 'w[2:4, 0:3]~2']
+    """The unique key of each box in a safetensors file, from names and shapes of tensors: the name,
+    followed by the box if it is not the whole tensor, and by a number if the key is used already.
     """
     taken = {RESERVED_KEY}
     keys = []
@@ -412,18 +393,14 @@ def is_ours(name: str) -> bool:
 
 
 def read_index(storage: Storage) -> Index:
-    """The index of a checkpoint. Local. Raises a CheckpointError if there is none, or it is
-    damaged.
-    """
+    """The index of a checkpoint; a CheckpointError if there is none, or it is damaged. Local."""
     return read_counting(storage)[1]
 
 
 def saved_state(
     index: Index, storage: Storage, check: Callable[[Any], object] = decode_value
 ) -> FlatState:
-    """The state in an index. ``check`` is called with each value's JSON, and may raise
-    ValueError.
-    """
+    """The state in an index. ``check`` may refuse the JSON of a value."""
     where = storage.where(INDEX_NAME)
     try:
         state = state_of_json(index.state, check)
@@ -473,9 +450,7 @@ def read_counting(storage: Storage) -> tuple[str, Index]:
 
 
 def write_index(storage: Storage, index: Index) -> None:
-    """Write the index of a folder, in the place of the old index, which stays valid if that fails.
-    Local.
-    """
+    """Write the index of a folder; the old index stays valid if that fails. Local."""
     before = _kept(storage) if storage.writes_in_place else None
     try:
         _write(storage, INDEX_NAME, index_text(index))

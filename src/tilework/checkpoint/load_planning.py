@@ -31,20 +31,14 @@ _FEW_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of a checkpoint to load, as all ranks know it: boxes, each with the global ranks
-    that want it.
-    """
+    """A tensor of a checkpoint to load: boxes, each with the global ranks that want it."""
 
     saved: SavedTensor
     tiles: tuple[tuple[Box, tuple[int, ...]], ...]
 
 
 class Need(NamedTuple):
-    """The region of a part that some ranks need.
-
-    ``box`` is in the full tensor's coordinates; ``tile`` is the position in ``Wanted.tiles`` of the
-    tile that contains it, which ``ranks`` want.
-    """
+    """The region of a part that ``ranks`` need, within the tile of this number of a Wanted."""
 
     box: Box
     tile: int
@@ -60,11 +54,7 @@ class Read(NamedTuple):
 
 
 class ReadUnit(NamedTuple):
-    """The elements of a shared part from ``start`` to ``stop``, which one rank reads for all of a
-    host.
-
-    ``needs`` are the regions that overlap them. ``tensor`` counts the wanted tensors.
-    """
+    """The elements of a shared part from ``start`` to ``stop``, which one rank reads for all."""
 
     tensor: int
     part: Part
@@ -74,9 +64,7 @@ class ReadUnit(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """A part that several ranks of a host need, and read together. ``tensor`` counts the wanted
-    tensors.
-    """
+    """A part of a wanted tensor that several ranks of a host need, and read together."""
 
     tensor: int
     part: Part
@@ -104,15 +92,7 @@ class LoadPlan:
 def plan_load(
     wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: int, *, splits: bool = False
 ) -> LoadPlan:
-    """The plan of what ``rank`` reads. Takes time nearly proportional to the number of boxes.
-
-    Args:
-        wanted: The tensors to load, the same on every rank of the host.
-        host: The ranks of this host that load.
-        rank: This rank.
-        chunk: The number of bytes that one checksum is of.
-        splits: True if ranks of the host can combine checksums, so that a part may be split.
-    """
+    """The plan of what ``rank`` reads; ``splits``: ranks of the host can combine checksums."""
     plan = LoadPlan(units={each: [] for each in host})
     loads = dict.fromkeys(host, 0)
     uses = _Uses(frozenset(host), splits)
@@ -231,12 +211,7 @@ def _run(part: Box, region: Box) -> int:
 
 
 def span(part: Box, region: Box) -> tuple[int, int]:
-    """The shortest range of a part's elements, in row-major order, that contains a region.
-
-    Example:
-        >>> span(Box((0, 0), (4, 4)), Box((1, 1), (2, 2)))
-        (5, 11)
-    """
+    """The shortest range of a part's elements, in row-major order, that contains a region."""
     first = last = 0
     for size, offset, start, length in zip(
         part.sizes, part.offsets, region.offsets, region.sizes, strict=True
@@ -268,13 +243,8 @@ def is_for_all(unit: ReadUnit, host: Sequence[int]) -> bool:
 
 
 def blocks_of(part: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Cut the elements of a part from ``start`` to ``stop``, in row-major order, into boxes.
-
-    Yields the first element of each box, counted from ``start``, and the box.
-
-    Example:
-        >>> [(at, str(box)) for at, box in blocks_of(Box((0, 0), (3, 4)), 2, 8)]
-        [(0, '[0:1, 2:4]'), (2, '[1:2, 0:4]')]
+    """Cut a range of a part's elements into boxes, each with the first element's place in the
+    range.
     """
     at = 0
     for block in blocks(part.sizes, start, stop):

@@ -58,9 +58,6 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
 
     Tied tensors stay tied, and layouts stay. Buffers outside of the state dict get their values
     from the model itself, if it belongs to transformers (``_init_weights``).
-
-    Raises:
-        CheckpointError: A buffer on ``meta`` is in no state dict, and the model cannot make it.
     """
     _check_fixed(module)
     made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -205,11 +202,7 @@ class LoadReport:
 def load_into(
     storage: Storage, state: Any, ranks: Ranks, options: LoadOptions, progress: Progress
 ) -> LoadReport:
-    """Fill a state from a checkpoint. Collective; blocks.
-
-    Raises:
-        CheckpointError: On all ranks. Nothing was filled, unless elements are damaged.
-    """
+    """Fill a state from a checkpoint. Collective; blocks."""
     prepared = _prepared(storage, state, ranks, options)
     filling, reader = prepared.filling, prepared.reader
     try:
@@ -331,9 +324,7 @@ def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
 
 
 def check_files(reader: PartReader, names: Iterable[str]) -> None:
-    """Raise a CheckpointError, for the first of the files that lacks the length in the index.
-    Local.
-    """
+    """Raise a CheckpointError for the first of the files that lacks the length in the index."""
     for name in names:
         reader.check_size(name)
 
@@ -439,10 +430,7 @@ def _run_all(
 def merge_wanted(
     by_rank: Sequence[Sequence[_Asked]], ranks: Ranks, tensors: Mapping[str, SavedTensor]
 ) -> tuple[list[Wanted], list[int | None]]:
-    """The tensors that ranks want; for each the number of this rank's target, or None.
-
-    A tensor that a rank wants twice, as tied weights may be, is listed twice.
-    """
+    """The tensors that ranks want; for each the number of this rank's target, or None."""
     merged: dict[tuple[str, int, tuple[Any, ...] | None], list[int]] = {}
     mine: dict[tuple[str, int, tuple[Any, ...] | None], int] = {}
     alike: dict[int, list[int]] = {}  # ranks with equal requests share a list object

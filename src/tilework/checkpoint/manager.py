@@ -242,10 +242,7 @@ def _checked_step(step: int) -> int:
 
 
 def remove_if_left(storage: Storage) -> bool:
-    """Remove a folder that has only leftovers of an unfinished save; True if it was removed. Local.
-
-    A folder with a damaged index or with other files stays.
-    """
+    """Remove a folder that has only leftovers of an unfinished save; True if it was removed."""
     return _remove(storage, _is_left)
 
 

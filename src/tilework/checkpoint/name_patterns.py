@@ -14,11 +14,7 @@ _LISTED: Final = 5
 
 
 class NamePatterns:
-    """Selects the names that match at least one pattern; without patterns, all names.
-
-    Args:
-        patterns: Patterns as in a shell, case-sensitive; None: every name.
-    """
+    """Selects the names that match at least one pattern, as in a shell; None: all names."""
 
     def __init__(self, patterns: str | Sequence[str] | None) -> None:
         if isinstance(patterns, str):
@@ -46,9 +42,7 @@ class NamePatterns:
         return [pattern for pattern in self._patterns or () if pattern in self._idle]
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Raise if a pattern matches neither these names nor any that was asked before; names
-        similar ones.
-        """
+        """Raise if a pattern matches none of these names and of those that were asked before."""
         for name in names:
             self.match(name)
         if idle := self.idle():

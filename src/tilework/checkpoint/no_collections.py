@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Turn Python's garbage collector off within the block.
-
-    A plan of many boxes is many small tuples: collections would take three quarters of the time.
-    """
+    """Turn the garbage collector off: with plans of many tuples it would take most of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,13 +15,13 @@ _BAR_LETTERS, _NUMBERS_LETTERS = 24, 40
 
 
 class Progress:
-    """A bar that counts bytes, drawn when something takes longer than a second.
+    """A bar that counts bytes of ``what``, drawn when something takes longer than a second.
 
     Args:
         what: The activity, such as "saving run/step-10".
         total: The bytes to count on this rank. 0: unknown; the attribute may be set later.
         is_shown: False to draw nothing; None: draw if the error output is a terminal.
-        afterwards: The cause of the wait after all bytes, for the bar, such as "the disk".
+        afterwards: The cause of the wait after all bytes, such as "the disk".
     """
 
     def __init__(

@@ -27,10 +27,7 @@ from tilework.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Opened:
-    """The index of a checkpoint or of published weights, and facts about the folder.
-
-    ``flat`` is the state, for published weights; None: the state is in the index.
-    """
+    """An index, and the state of published weights; None: the state is in the index."""
 
     storage: Storage
     index: Index
@@ -39,12 +36,7 @@ class Opened:
 
 
 def open_index(storage: Storage, state: Any) -> Opened:
-    """The index of a checkpoint, or of published weights by the names of a model. Local.
-
-    Raises:
-        CheckpointError: The folder has neither, or the index is damaged; or a model's conversion
-            changes the order of elements.
-    """
+    """The index of a checkpoint, or of published weights by the names of a model. Local."""
     names = storage.names()
     if is_checkpoint(names, storage) or not is_published(names):
         return Opened(storage, read_index(storage))

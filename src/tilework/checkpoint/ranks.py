@@ -20,9 +20,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Ranks:
-    """The ranks of a group (None: the default group), or this process alone where there is no
-    group.
-    """
+    """The ranks of a group (None: the default group); this process alone if there is no group."""
 
     def __init__(self, group: AnyGroup = None) -> None:
         resolved = resolve(group) if group is not None or is_initialized() else None
@@ -55,8 +53,8 @@ class Ranks:
     def gather(self, make: Callable[[], T]) -> list[T]:
         """Call ``make()`` on each rank; return all results on all ranks, in order. Collective.
 
-        ``make`` makes plain data, without communicating. If any call raises, an error is raised on
-        every rank: a CheckpointError if it was one, or if the system refused a file or memory.
+        If any call raises, an error is raised on every rank: a CheckpointError if it was one, or if
+        the system refused a file or memory.
         """
         results = self._outcomes(make)
         failed = {

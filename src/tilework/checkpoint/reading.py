@@ -41,13 +41,7 @@ CALL_BYTES = 64 << 20
 
 
 class CoreRead(NamedTuple):
-    """A read of whole chunks of a part, for some wanted bytes.
-
-    Args:
-        runs: The wanted bytes of the part, and the places in memory to write them to.
-        reach: The bytes of the part to read: from the first chunk's begin to the last chunk's end.
-        counted: The bytes to report as progress.
-    """
+    """A read of the chunks in ``reach``, for ``runs`` of wanted bytes; progress is ``counted``."""
 
     tensor: SavedTensor
     part: Part
@@ -100,9 +94,7 @@ class CoreReads:
             self._note(self._of_checked, read, at, stop)
 
     def add_shared(self, read: CoreRead, place: int) -> None:
-        """List a read that compares nothing, but adds the shares of the wanted bytes in the part's
-        checksums to ``shares``, from the number ``place`` on.
-        """
+        """List a read that adds shares in the part's checksums to ``shares``, from ``place`` on."""
         part, descriptor = read.part, self.descriptor(read.part)
         begin, end = read.reach
         if end - begin <= CALL_BYTES:  # the usual case
@@ -116,9 +108,7 @@ class CoreReads:
             self._note(self._of_shared, read, at, stop)
 
     def run(self) -> None:
-        """Do the listed reads that are not done yet. After damaged bytes (CheckpointError), or a
-        file that cannot be read (OSError), the others are not done.
-        """
+        """Do the listed reads that are not done yet; after an error the others are not done."""
         checked, of_checked = self._checked, self._of_checked
         shared, of_shared = self._shared, self._of_shared
         self._checked, self._of_checked, self._shared, self._of_shared = [], [], [], []
@@ -176,11 +166,9 @@ Place = Tensor | Runs
 
 
 class Targets:
-    """The tensors that this rank fills: one or None for each wanted tensor, which are the same list
-    on all ranks.
+    """The tensors that this rank fills: one or None for each wanted tensor.
 
     Runs are computed once for equal tensors, as models have the same layers many times.
-    ``by_core``: the core reads the files, and can write to memory itself.
     """
 
     def __init__(
@@ -264,9 +252,7 @@ class PartReader:
             self._open.popitem()[1].close()
 
     def check_sizes(self, files: list[str]) -> None:
-        """Raise a CheckpointError, for the first of the files that is missing, or not as long as
-        the index says.
-        """
+        """Raise a CheckpointError unless these files are as long as the index says."""
         for name in files:
             self._file(name)
 
@@ -317,10 +303,7 @@ class PartReader:
         return [tensor.parts[number] for number in self._parts[1].overlapping(box)]
 
     def shares_pages(self) -> bool:
-        """True if this rank can read files through the system's page cache, which a host shares.
-
-        Otherwise, as at URLs, ranks send each other the bytes that they have read.
-        """
+        """True if files are read through the page cache, which the ranks of a host share."""
         return self._by_core
 
     def all_chunks(self, part: Part) -> bytes:
@@ -328,9 +311,7 @@ class PartReader:
         return (b"\1" if self.verify else b"\0") * chunk_count(part.nbytes, self.index.chunk_bytes)
 
     def read_chunks(self, tensor: SavedTensor, part: Part, start: int, memory: memoryview) -> None:
-        """Fill memory with a part's bytes from ``start`` on, a multiple of the chunk size, and
-        check them.
-        """
+        """Fill memory with checked bytes of a part from ``start`` on, a multiple of a chunk."""
         self.read_some_chunks(tensor, part, start, memory, self.all_chunks(part))
         self.bytes_read += memory.nbytes
 
@@ -359,11 +340,7 @@ class PartReader:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Collect the reads within the block, and let the core do many of them at once.
-
-        The last are done at the end of the block, and until then targets must stay alive. A read
-        in the block may therefore raise the error of an earlier read.
-        """
+        """Let the core do the reads within the block together, the last at the end."""
         self._is_together = True
         try:
             yield
@@ -429,9 +406,7 @@ class PartReader:
         )
 
     def read_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
-        """Read a box of a part, in the full tensor's coordinates, into a tensor of the box's size,
-        of any dtype and device; or into runs, if the core reads.
-        """
+        """Read a box of a part into a tensor of the box's size, or into runs if the core reads."""
         start, stop = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, self.all_chunks(part), (start, stop))
         self.bytes_read += stop - start
@@ -439,9 +414,7 @@ class PartReader:
     def read_shared_box(
         self, tensor: SavedTensor, part: Part, box: Box | None, target: Place | None, own: bytes
     ) -> None:
-        """Read a box of a part (None: none), and check the chunks that are this rank's: ``own`` has
-        a byte for each, which is 0 for those of others.
-        """
+        """Read a box of a part (None: none), and check the chunks with a byte 1 in ``own``."""
         chunk = self.index.chunk_bytes
         first, last = own.find(1), own.rfind(1)
         ranges = [(first * chunk, min((last + 1) * chunk, part.nbytes))] if first >= 0 else []
@@ -462,11 +435,7 @@ class PartReader:
     def read_split_box(
         self, tensor: SavedTensor, part: Part, box: Box, target: Place, place: int
     ) -> None:
-        """Read a box of a part of which other ranks read the rest. Nothing is compared yet.
-
-        The shares of the box's bytes in the checksums of the part's chunks are added to the numbers
-        of :meth:`collect_shares`, from the number ``place`` on.
-        """
+        """Read a box of a part, and add shares in checksums to the numbers from ``place`` on."""
         reach = self._reach(tensor, part, box, target)
         itemsize = tensor.itemsize
         counted = box.volume * itemsize
@@ -559,9 +528,7 @@ def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tenso
 
 
 def copy_region(elements: Tensor, part: Part, start: int, box: Box, target: Tensor) -> None:
-    """Copy, of consecutive elements of a part from the number ``start`` on, those in a box into
-    ``target``.
-    """
+    """Copy those of a part's consecutive elements, from ``start`` on, that are in a box."""
     for at, block in blocks_of(part.box, start, start + elements.numel()):
         shared = block.intersection(box)
         if shared is not None:

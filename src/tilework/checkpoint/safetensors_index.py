@@ -50,9 +50,7 @@ def with_links(storage: Storage) -> Storage:
 
 
 def published_index(storage: Storage, names: Iterable[str] | None = None) -> Index:
-    """Make an index for safetensors files from their headers: for the files in Hugging Face's
-    index, or all, unless ``names`` are given. Local.
-    """
+    """Make an index for safetensors files (None: those that the folder lists) from headers."""
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, SavedFile] = {}
     for name in dict.fromkeys(_listed_files(storage) if names is None else names):
@@ -179,9 +177,7 @@ def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: in
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to write: a header, then tensors without gaps, with the positions of their first
-    bytes.
-    """
+    """A file to write: a header, then tensors, with the positions of their first bytes."""
 
     name: str
     header: bytes
@@ -192,14 +188,7 @@ class PlannedFile:
 def plan_published(
     tensors: Sequence[TensorToSave], file_bytes: int, mark: str = ""
 ) -> list[PlannedFile]:
-    """Plan files for tensors: one file if they fit, else several of at most ``file_bytes``.
-
-    A larger tensor has a file alone. ``mark``: eight hexadecimal digits for the names of several
-    files, if plain names are taken.
-
-    Raises:
-        CheckpointError: A tensor has a name that no file can have.
-    """
+    """Plan one file for tensors if they fit, else several, with ``mark`` in their names."""
     groups: list[list[TensorToSave]] = [[]]
     used = 0
     for tensor in tensors:

@@ -32,11 +32,7 @@ def check_file_bytes(file_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorToSave:
-    """The description of a tensor to save, which is the same on all ranks.
-
-    ``tiles`` are the boxes, and for each the global ranks that hold all of its elements. ``dtype``
-    is the index's name, ``layout`` the sharding as text for people.
-    """
+    """The description of a tensor to save: boxes, each with the global ranks that hold it."""
 
     name: str
     dtype: str
@@ -72,15 +68,6 @@ def assign_writers(
     If a single rank holds a box, this rank writes it. Boxes that several ranks hold are dealt out
     among these ranks, and split where that balances the bytes. Takes time proportional to the
     number of boxes.
-
-    Raises:
-        ValueError: A box is held by a rank that does not save.
-
-    Example:
-        >>> whole = Box((0, 0), (1024, 1024))
-        >>> bias = TensorToSave("b", "F32", (1024, 1024), ((whole, (0, 1)),))
-        >>> {rank: str(each[0].box) for rank, each in assign_writers([bias], [0, 1]).items()}
-        {0: '[0:512, 0:1024]', 1: '[512:1024, 0:1024]'}
     """
     written: dict[int, list[BoxToWrite]] = {rank: [] for rank in ranks}
     loads = dict.fromkeys(ranks, 0)
@@ -187,12 +174,7 @@ def _cut_at(box: Box, dim: int, rows: int) -> tuple[Box, Box]:
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most ``most_bytes`` bytes, or of a single element.
-
-    Example:
-        >>> [str(each) for each in cut_box(Box((0, 0), (4, 2)), 4, 16)]
-        ['[0:2, 0:2]', '[2:4, 0:2]']
-    """
+    """Cut a box into boxes of at most ``most_bytes`` bytes, or of a single element."""
     if box.volume * itemsize <= most_bytes or box.volume <= 1:
         yield box
         return
@@ -217,9 +199,7 @@ class PlacedBox(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file that one rank writes: the header of safetensors, then the boxes in order, without
-    gaps.
-    """
+    """A file that one rank writes: the header of safetensors, then the boxes in order."""
 
     name: str
     header: bytes
@@ -234,10 +214,7 @@ def plan_files(
     prefix: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[FilePlan]:
-    """Plan the files of one rank, of at most ``file_bytes`` bytes of elements each.
-
-    Tasks name tensors by number. Larger boxes are split; boxes without elements are in no file.
-    """
+    """Plan the files of one rank. Larger boxes are split; boxes without elements are in no file."""
     files: list[list[BoxToWrite]] = []
     used = file_bytes
     for task in tasks:

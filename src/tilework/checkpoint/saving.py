@@ -92,17 +92,7 @@ class SaveOptions:
 
 @dataclass
 class Save:
-    """A prepared save: the boxes to write, and their sources.
-
-    Attributes:
-        storage: The folder or URL to write to.
-        ranks: The ranks that save together.
-        options: The options of the caller.
-        merged: The merged state of all ranks, as the index lists it.
-        leaves: The leaves of this rank's state, tensors among them, by path.
-        files: The files that this rank writes.
-        release: Called at the end of the save, to release the lock of the folder.
-    """
+    """A prepared save: the merged state of all ranks, and what this rank writes from its leaves."""
 
     storage: Storage
     ranks: Ranks
@@ -133,13 +123,8 @@ def prepare_save(
 ) -> Save:
     """Compare the ranks' states, plan the files, and lock the folder. Collective; blocks.
 
-    No file of the checkpoint is written or removed yet, and therefore it takes little time.
-    ``first`` is called on each rank before all else, and may raise a CheckpointError.
-
-    Raises:
-        CheckpointError: Another save is running there, or the folder cannot be made.
-        TypeError, ValueError: The state has something that a checkpoint does not hold, or ranks
-            disagree. Nothing was written.
+    No file is written or removed yet. ``first`` is called on each rank before all else, and may
+    raise a CheckpointError.
     """
     path = _Path(storage, options)
     flats: list[FlatState] = []
@@ -214,10 +199,7 @@ class _Path:
 
 
 def remove_leftovers(storage: Storage) -> list[str]:
-    """Remove files of saves that did not end; return their names. Local; the caller holds the lock.
-
-    Files with names that no save gives stay. If the index cannot be read, all finished files stay.
-    """
+    """Remove files of saves that did not end; return their names. The caller holds the lock."""
     names = storage.names()
     used: set[str] = set()
     if is_checkpoint(names, storage):
@@ -253,9 +235,7 @@ class _WrittenFile:
 def write_files(
     storage: Storage, plans: Sequence[FilePlan], source: Source, progress: Progress
 ) -> list[_WrittenFile]:
-    """Write some files, each whole or absent. Local. ``source`` yields the elements of a box, as
-    contiguous tensors.
-    """
+    """Write some files, each whole or absent; ``source`` yields the tensors of a box. Local."""
     written = []
     for plan in plans:
         with storage.create(plan.name) as file:
@@ -292,13 +272,7 @@ def _write_box(
 
 
 def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progress) -> Index | None:
-    """Write this rank's files; after all ranks, the first rank writes the index and returns it.
-    Collective.
-
-    Raises:
-        CheckpointError: On all ranks: a file could not be written on some rank. The previous
-            checkpoint does not change.
-    """
+    """Write this rank's files; then the first rank writes the index and returns it. Collective."""
     try:
         # Before anybody needs the room.
         ranks.gather(lambda: len(remove_leftovers(save.storage)) if ranks.is_first else 0)
@@ -355,11 +329,7 @@ def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
 
 
 def commit_index(storage: Storage, index: Index) -> None:
-    """Write the index, which completes the checkpoint; then remove replaced files. Local.
-
-    Raises:
-        CheckpointError: A file that the index lists is missing.
-    """
+    """Write the index, which completes the checkpoint; then remove replaced files. Local."""
     _check_visible(storage, index)
     replaced = {name for name in storage.names() if DATA_FILE.fullmatch(name)}
     write_index(storage, index)

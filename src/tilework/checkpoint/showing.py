@@ -42,9 +42,8 @@ class KeptCheckpoint:
 
 
 def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
-    """The checkpoints in a folder, the lowest step first. Local.
-
-    A checkpoint that was saved, but is damaged or cannot be read, is an error in the list.
+    """The checkpoints in a folder, the lowest step first, or errors in place of damaged ones.
+    Local.
     """
     found = {}
     for name in storage.names():

@@ -31,9 +31,7 @@ PIECE_BYTES = 32 << 20
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy the elements of ``value`` into ``target``, of any layout that is not partial. Collective
-    over the ranks of ``value`` if it is sharded in another way.
-    """
+    """Copy the elements of ``value`` into ``target``. Collective if ``value`` has other shards."""
     target, value = _ours(target), _ours(value)
     if isinstance(value, TiledTensor):
         if isinstance(target, TiledTensor) and target.tiling == value.tiling:
@@ -46,9 +44,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def broadcast_into(target: Tensor, value: Any) -> None:
-    """Send the elements of rank 0's ``value.tensor`` into ``target`` on all ranks. Collective; in
-    pieces. Elsewhere ``value`` has ``shape`` and ``dtype``.
-    """
+    """Send the elements of rank 0's ``value.tensor`` into ``target`` on all ranks. Collective."""
     group = get_default_group()
     tiles = list(_tiles(_ours(target)))
     for box in cut_box(whole_box(value.shape), value.dtype.itemsize, PIECE_BYTES):

@@ -42,11 +42,7 @@ Places = Mapping[int, Sequence[Place]]
 
 
 def parameters_of(optimizer: Optimizer, places: Places) -> list[list[tuple[Any, Tensor]]]:
-    """For each of the optimizer's parameter groups, the pairs of a unique name and a parameter.
-
-    Parameters in no module of the state have the names that the optimizer was given
-    (``named_parameters()``), or their numbers in the optimizer.
-    """
+    """The parameters of each group, with names in modules, given names, or numbers."""
     if isinstance(optimizer, ShardedOptimizer):
         return [
             [(name, optimizer.named_params[name]) for name in group] for group in optimizer._names
@@ -73,12 +69,6 @@ def names_of(placed: Places) -> dict[int, str]:
 
     The module's path comes first unless one module of the state has all of them, so that other
     modules of the state, and their order, do not matter.
-
-    Example:
-        >>> names_of({1: [(("net",), "weight")], 2: [(("net",), "bias")]})
-        {1: 'weight', 2: 'bias'}
-        >>> names_of({1: [(("a",), "weight")], 2: [(("b", 0), "weight")]})
-        {1: 'a/weight', 2: 'b.0/weight'}
     """
     by_path = {parameter: dict(each) for parameter, each in placed.items()}
     for path in next(iter(by_path.values()), ()):
@@ -100,13 +90,7 @@ def possible_names(path: Path, own: str) -> tuple[str, ...]:
 
 
 def one_to_one(possible: Mapping[Any, Collection[Any]]) -> dict[Any, Any]:
-    """Match each key with one of the key's possible values, and no value with two keys. A key is
-    left out if the match is not certain.
-
-    Example:
-        >>> one_to_one({"a/weight": ["weight"], "b/weight": ["weight", "b.weight"]})
-        {'b/weight': 'b.weight', 'a/weight': 'weight'}
-    """
+    """Match each key with one of the key's possible values, if no other key may have it."""
     askers: dict[Any, set[Any]] = {}
     for key, values in possible.items():
         for value in values:
@@ -193,10 +177,7 @@ def is_split(optimizer: Optimizer) -> bool:
 
 
 def optimizer_state(optimizer: Optimizer, places: Places) -> dict[str, Any]:
-    """The state dict of an optimizer, with names of parameters in the place of numbers.
-
-    Collective over the groups of sharded parameters if it is a ShardedOptimizer.
-    """
+    """The state dict of an optimizer, with names of parameters in the place of numbers."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
     groups = parameters_of(optimizer, places)

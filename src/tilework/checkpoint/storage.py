@@ -551,13 +551,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def plain_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The path that a ``file://`` or ``local://`` URL names; other paths unchanged. A URL with a
-    host is refused (ValueError).
-
-    Example:
-        >>> plain_path("file:///data/my%20run"), plain_path("s3://bucket/run")
-        ('/data/my run', 's3://bucket/run')
-    """
+    """The path that a ``file://`` or ``local://`` URL names; other paths unchanged."""
     match = _LOCAL_URL.match(path) if isinstance(path, str) else None
     if match is None:
         return path

@@ -26,9 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, where: str = "a tensor") -> str:
-    """The index's name of a dtype. Raises TypeError, with ``where``, if checkpoints cannot
-    hold it.
-    """
+    """The index's name of a dtype. Raises TypeError, with ``where``, if there is none."""
     name = NAMES.get(dtype)
     if name is None:
         raise TypeError(
@@ -54,11 +52,7 @@ def no_runs() -> Runs:
 
 
 def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
-    """The contiguous runs of a box's bytes in a part, and the places in ``target`` to write to.
-
-    None if the core should not write there: the target is not in CPU memory, the box is empty, or
-    runs are short. The target has the size of the box.
-    """
+    """The runs of a box's bytes in a part, to be written to ``target``; None: not by the core."""
     if target.device.type != "cpu" or target.is_conj() or target.is_neg() or box.empty:
         return None
     itemsize = target.element_size()
@@ -69,13 +63,7 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
 
 
 def runs_in_place(part: Box, box: Box, address: int, itemsize: int) -> Runs:
-    """The contiguous runs of a box's bytes in a part; to be written to a copy, at ``address``, of
-    the whole part.
-
-    Example:
-        >>> runs_in_place(Box((0, 0), (4, 64)), Box((1, 0), (2, 32)), 0, 4)
-        (256, 256, 128, [2], [256], [256])
-    """
+    """The runs of a box's bytes in a part, to be written to a copy of the whole part."""
     strides = [itemsize]
     for size in reversed(part.sizes[1:]):
         strides.insert(0, strides[0] * size)
@@ -128,10 +116,7 @@ def address_of(memory: memoryview) -> int:
 
 
 def crc32(memory: memoryview, crc: int = 0) -> int:
-    """The CRC-32 of earlier bytes, whose CRC-32 is ``crc``, followed by ``memory``.
-
-    It runs without Python's lock.
-    """
+    """The CRC-32 of earlier bytes, whose CRC-32 is ``crc``, followed by ``memory``."""
     if _core is None or memory.readonly or memory.nbytes < 4096:
         return zlib.crc32(memory, crc)
     return _core.crc32(address_of(memory), memory.nbytes, crc)
@@ -148,9 +133,7 @@ def is_in_place(view: Tensor) -> bool:
 
 
 def pieces_in_order(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
-    """The elements of a tensor in row-major order, in flat tensors on the CPU of at most
-    ``most_bytes`` bytes; copied only if they do not lie so.
-    """
+    """The elements of a tensor in row-major order, in flat tensors of ``most_bytes`` on the CPU."""
     view = view.detach()
     if is_in_place(view):
         yield from _cut(view.as_strided((view.numel(),), (1,)), most_bytes)
@@ -201,11 +184,7 @@ def lasting_bytes(nbytes: int) -> Tensor:
 
 
 def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
-    """Copy tensors without gradients, each in row-major order, into bytes on the CPU, each from an
-    aligned byte on.
-
-    Large copies bypass the CPU's caches and use several threads, up to torch's number of threads.
-    """
+    """Copy tensors into bytes on the CPU, each from an aligned byte on, past the CPU's caches."""
     plain: list[tuple[int, int, int]] = []
     address = memory.data_ptr()
     for start, source in sources:

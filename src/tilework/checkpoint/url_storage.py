@@ -26,16 +26,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class UrlStorage(Storage):
-    """A folder at a URL.
-
-    Args:
-        url: A URL that fsspec accepts.
-
-    Raises:
-        CheckpointError: A file in the URL, such as the archive of a zip:// URL, does not exist.
-        ImportError: fsspec, or the plug-in for the URL, is not installed.
-        ValueError: fsspec does not know the protocol of the URL.
-    """
+    """A folder at a URL that fsspec accepts."""
 
     is_local = False
     writes_in_place = True
@@ -177,13 +168,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def storage_at(path: AnyPath | Storage) -> Storage:
-    """The storage that a path names, a folder or a URL; or the storage that is given.
-
-    Raises:
-        ValueError: The path is empty, as from an unset variable; or it is a ``file://`` URL that
-            names a host.
-        TypeError: It is not a path.
-    """
+    """The storage that a path names, a folder or a URL; or the storage that is given."""
     if isinstance(path, Storage):
         return path
     if not isinstance(path, str | os.PathLike):

@@ -19,15 +19,8 @@ _PLAIN = {type(None), bool, int, float, str}
 
 
 def encode_value(value: Any, where: str) -> Any:
-    """The value as JSON that :func:`decode_value` turns back into an equal value.
-
-    Args:
-        value: None, a bool, a number, a string, bytes, a dtype or device of torch, or a list or
-            tuple of plain values. Others raise a TypeError, with the place ``where``.
-
-    Example:
-        >>> encode_value(float("inf"), "x"), encode_value(b"a", "x"), encode_value(1.5, "x")
-        ({'$': 'float', 'v': 'inf'}, {'$': 'bytes', 'v': 'YQ=='}, 1.5)
+    """The value as JSON that :func:`decode_value` turns back; a TypeError that begins with
+    ``where``.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -112,12 +105,7 @@ def decode_value(listed: Any) -> Any:
 
 
 def value_text(listed: Any) -> str:
-    """The text that Python shows for a value that :func:`encode_value` encoded. Imports no torch.
-
-    Example:
-        >>> value_text([1.5, {"$": "dtype", "v": "bfloat16"}])
-        '[1.5, torch.bfloat16]'
-    """
+    """The text that Python shows for a value that :func:`encode_value` encoded; without torch."""
     if isinstance(listed, list):
         return f"[{', '.join(map(value_text, listed))}]"
     kind, value = (listed.get(KIND), listed.get("v")) if isinstance(listed, dict) else (None, None)

@@ -53,9 +53,7 @@ _BUILTIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 @dataclass(frozen=True)
 class DcpPlace:
-    """The bytes of one part of a tensor, or of a pickled object, in a file of the folder;
-    ``is_transformed`` if DCP compressed or otherwise transformed them.
-    """
+    """The bytes of a part of a tensor, or of a pickled object, in a file of the folder."""
 
     file: str
     offset: int
@@ -65,9 +63,7 @@ class DcpPlace:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor that the metadata describe, and the boxes that are stored, in the global
-    coordinates.
-    """
+    """A tensor that the metadata describe, and the boxes that are stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,19 +72,13 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """The contents of a folder's ``.metadata`` file.
+    """The contents of a folder's ``.metadata`` file, by the flat name of an entry of the state.
 
-    A key is the flat name of an entry of the saved state, such as ``"model.weight"``. An entry is a
-    tensor or another object, which DCP pickles.
-
-    Attributes:
-        items: By key: the shape, dtype and parts of a tensor; None for another object.
-        paths: By key: the dict keys and list positions that lead to the entry in the nested state.
-            Keys that the planner of DCP did not record are missing.
-        places: By key and offsets of a part: the file and the bytes of that part. The offsets of
-            an object that is no tensor are ``()``.
-        first_places: By key: the first place listed for the key. The pickle of an object that is
-            no tensor is found here, whatever offsets DCP gave to it.
+    Args:
+        items: The shape, dtype and parts of a tensor; None for an object, which DCP pickles.
+        paths: The keys that lead to the entry in the nested state, if DCP's planner has them.
+        places: By key and offsets of a part (``()`` of an object that is no tensor) the place.
+        first_places: The first place: of an object, whatever offsets DCP gave to it.
     """
 
     items: Mapping[str, DcpTensor | None]
@@ -99,9 +89,7 @@ class DcpMetadata:
 
 @no_collections()
 def read_dcp_metadata(folder: Path) -> DcpMetadata:
-    """Read the ``.metadata`` file of a DCP folder; refuse what is damaged, or what DCP does not
-    write.
-    """
+    """Read the ``.metadata`` file of a DCP folder; refuse what DCP does not write."""
     where = folder / METADATA
     text = where.read_bytes()
     try:
@@ -240,9 +228,7 @@ def open_dcp(folder: Path) -> DcpSource:
 
 
 class DcpSource(Source):
-    """A folder of DCP. A tensor in several parts is assembled in a temporary file when it
-    is used.
-    """
+    """A folder of DCP. A tensor in several parts is assembled in a temporary file."""
 
     def __init__(self, folder: Path, metadata: DcpMetadata) -> None:
         self._storage, self._metadata = LocalStorage(folder), metadata
@@ -380,8 +366,8 @@ def _add_containers(flat: FlatState) -> None:
 
 
 def write_dcp(source: Source, folder: Path) -> None:
-    """Write a source into an empty folder in DCP's format. Tensors lie in temporary files
-    meanwhile, not in memory.
+    """Write a source into an empty folder in DCP's format, with tensors in temporary files
+    meanwhile.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

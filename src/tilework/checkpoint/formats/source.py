@@ -35,9 +35,7 @@ REGION_BYTES = 32 << 20
 
 
 class Source(ABC):
-    """The contents of a file or folder: the tensors in the order of the state, whose tiles are the
-    parts in the source, the state with names in their place, and the program's additions.
-    """
+    """The contents of a file or folder: tensors, whose tiles are the parts there, and the state."""
 
     tensors: list[TensorToSave]
     flat: FlatState
@@ -81,10 +79,7 @@ class IndexedSource(Source):
 
 @contextmanager
 def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
-    """A maker of tensors in files of a temporary folder beside a path, which is removed at the end.
-
-    The system can write such tensors back to the disk when memory is short.
-    """
+    """A maker of tensors in files beside a path, which are removed at the end."""
     with tempfile.TemporaryDirectory(
         prefix=f".{beside.name}.", dir=beside.absolute().parent
     ) as folder:
@@ -98,11 +93,7 @@ class MappedTensors:
         self._folder, self._count = folder, 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new tensor in a file, with uninitialised elements.
-
-        Raises:
-            OSError: There is no room on the disk.
-        """
+        """A new tensor in a file, with uninitialised elements."""
         tensor = torch.empty(0, dtype=dtype)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
@@ -146,12 +137,7 @@ def open_safetensors(path: AnyPath) -> Source:
 
 
 def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
-    """Write the tensors of a source to a file (``*.safetensors``), or to a folder of files with an
-    index.
-
-    Values that are not tensors are left out, as the format has none. Files of a folder have at most
-    ``file_bytes`` bytes; a larger tensor has a file alone.
-    """
+    """Write the tensors of a source to a file, or to a folder of files with an index."""
     storage, name = place_of(path)
     if name is not None:
         plans = [plan_file(name, source.tensors)]

@@ -52,14 +52,7 @@ def open_torch_file(path: Path) -> Source:
 
 
 def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
-    """The contents of a file of torch.save: tensors, and plain containers and values.
-
-    ``where`` names the file in messages; ``settings`` are those of ``torch.load``.
-
-    Raises:
-        CheckpointError: The file is damaged, or has other objects.
-        OSError: The file cannot be opened.
-    """
+    """The contents of a file of torch.save: tensors, and plain containers and values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, **settings)
     except Exception as error:  # of any class: torch takes other files for instructions
@@ -108,11 +101,7 @@ def _save(state: Any, path: Path) -> None:
 
 
 def state_of_source(source: Source, tensor_of: Any) -> Any:
-    """The state of a source, with tensors made by ``tensor_of(source, number)``.
-
-    Arrays of numpy become tensors, because ``weights_only`` refuses to load arrays. Of values
-    that differ between ranks, the first rank's is taken.
-    """
+    """The state of a source, with tensors made by ``tensor_of(source, number)``."""
     numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
     made: dict[str, Tensor] = {}
 
