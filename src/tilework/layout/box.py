@@ -140,15 +140,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def packed(boxes: Sequence[Box]) -> list[Box]:
-    """The place of each of a rank's boxes in the local tensor, where they lie side by side.
-
-    Args:
-        boxes: A box for each combination of ranges of the dims; each dim's ranges do not overlap.
-
-    Example:
-        >>> [str(place) for place in packed([Box((2, 0), (2, 9)), Box((8, 0), (1, 9))])]
-        ['[0:2, 0:9]', '[2:3, 0:9]']
-    """
+    """The place of each of a rank's boxes in the local tensor, where they lie side by side."""
     by_dim = [
         {(box.offsets[dim], box.sizes[dim]) for box in boxes}
         for dim in range(boxes[0].ndim if boxes else 0)
@@ -161,9 +153,7 @@ def packed(boxes: Sequence[Box]) -> list[Box]:
 
 
 def whole_number(number: Any, takes: str) -> int:
-    """The number, if it is an integer: not a bool, a float or a text. Else a TypeError, which
-    begins with ``takes``: what is expected.
-    """
+    """The number, if it is an integer; else a TypeError that begins with ``takes``."""
     if number.__class__ is int:
         return number
     try:
@@ -282,11 +272,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class SeveralRangesError(Exception):
-    """A shard was asked for its range, but the dim is dealt in turns: it has several.
-
-    Args:
-        of: The factor of an operator, or the splits of a dim, whose shard was asked for.
-    """
+    """A shard of a factor, or of splits, was asked for its range, but is dealt in turns."""
 
     def __init__(self, of: Any) -> None:
         super().__init__(f"a shard of {of} has several ranges")
@@ -304,23 +290,12 @@ def is_dealt(splits: Splits) -> bool:
 
 
 def dealt_blocks(length: int, turns: int, place: int) -> list[int]:
-    """The numbers of the blocks of one rank along an axis, dealt forth and back.
-
-    Example:
-        >>> [dealt_blocks(3, 2, place) for place in range(3)]
-        [[0, 5], [1, 4], [2, 3]]
-    """
+    """The numbers of the blocks of one rank along an axis, dealt forth and back."""
     return [turn * length + (length - 1 - place if turn % 2 else place) for turn in range(turns)]
 
 
 def shard_sizes(extent: int, length: int, cut: Cut) -> Ints | None:
-    """The sizes of the shards of an extent along an axis of ``length`` ranks; None if given sizes
-    do not add up to it.
-
-    Example:
-        >>> shard_sizes(7, 2, None), shard_sizes(7, 2, 2)
-        ((4, 3), (3, 4))
-    """
+    """The sizes of the shards of an extent; None if given sizes do not add up to it."""
     if cut is None:
         return tuple(chunk_sizes(extent, length))
     if isinstance(cut, int):
@@ -334,14 +309,7 @@ def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
     """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
 
     There is a shard for each combination of coordinates along the axes of ``splits``, the last axis
-    running fastest: in the order of offsets. ``lengths`` are those of all axes of the mesh.
-
-    Raises:
-        SeveralRangesError: An axis deals blocks in turns.
-
-    Example:
-        >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
-        ((0, 3, 5, 7), (3, 2, 2, 1))
+    running fastest: in the order of offsets.
     """
     if is_dealt(splits):
         raise SeveralRangesError(splits)
@@ -403,9 +371,7 @@ def _consecutive(ranges: Ranges, sizes: Sequence[int]) -> list[Ranges]:
 def shard_at(
     extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[int]
 ) -> tuple[int, int]:
-    """Offset and size of the shard of an extent at a mesh coordinate, unless blocks are dealt in
-    turns.
-    """
+    """Offset and size of the shard of an extent at a mesh coordinate, unless blocks are dealt."""
     offset = 0
     for axis, cut in splits:
         at = coordinate[axis]
@@ -441,13 +407,8 @@ def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
 def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | None, ...] | None:
     """The sizes of each axis's shards, from all shards' sizes: the inverse of :func:`shards`.
 
-    ``lengths`` are those of the sharding axes alone, the outermost first. An axis that splits as
-    ``torch.chunk`` has None. None if no placement has these shards, because an axis splits equally
-    everywhere.
-
-    Example:
-        >>> infer_splits((3, 2, 2, 1), (2, 2)), infer_splits((3, 2, 1, 2), (2, 2))
-        (((5, 3), None), None)
+    An axis that splits as ``torch.chunk`` has None. None if no placement has these shards, because
+    an axis splits equally everywhere.
     """
     inferred: list[Ints | None] = []
     for length in reversed(lengths):
@@ -467,14 +428,7 @@ def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
 
 
 def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
-    """For each combination of coordinates along ``axes``, the number of the part along ``others``.
-
-    Combinations are numbered from 0; the last axis runs fastest. ``axes`` contains ``others``.
-
-    Example:
-        >>> combination_index((0, 1), (1,), (2, 3))
-        [0, 1, 2, 0, 1, 2]
-    """
+    """For each combination of coordinates along ``axes``, the number of that along ``others``."""
     strides, stride = dict.fromkeys(axes, 0), 1
     for axis in reversed(others):
         strides[axis] = stride
@@ -493,11 +447,7 @@ def sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
 def most_moved(
     shape: Ints, lengths: Ints, source: Sequence[Splits], target: Sequence[Splits]
 ) -> int:
-    """The largest number of elements that any rank sends or receives from ``source`` to ``target``.
-
-    A rank needs the elements of its shard of ``target`` that are not in its shard of ``source``.
-    Ranks with the same shard share the sending.
-    """
+    """The largest number of elements that any rank sends or receives between two layouts."""
     before, after = (
         {axis for splits in of_dims for axis in axes_of(splits)} for of_dims in (source, target)
     )
@@ -534,9 +484,7 @@ def _extents_by_rank(
 
 
 def box_at(shape: Ints, lengths: Ints, splits: Sequence[Splits], coordinate: Sequence[int]) -> Box:
-    """The region of a tensor that the rank at a mesh coordinate holds, unless blocks are dealt in
-    turns.
-    """
+    """The region that the rank at a mesh coordinate holds, unless blocks are dealt in turns."""
     spans = [
         shard_at(extent, lengths, of_dim, coordinate)
         for extent, of_dim in zip(shape, splits, strict=True)

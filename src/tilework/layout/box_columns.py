@@ -44,15 +44,10 @@ def signed_corners(
 
 
 def first_free(starts: Sequence[Column], ends: Sequence[Column], shape: Sequence[int]) -> list[int]:
-    """The first point of a shape, in row-major order, that lies in no box.
+    """The first point of a shape, in row-major order, that lies in none of the disjoint boxes.
 
     Found dim by dim: the coordinate is the first at which the volumes of the boxes' cross-sections
-    do not add up to the volume of the shape's cross-section. O(n log n) for each dim. Boxes are
-    within the shape, disjoint, and leave a point.
-
-    Example:
-        >>> first_free([[0, 0], [0, 3]], [[4, 4], [2, 5]], [4, 5])
-        [0, 2]
+    do not add up to the volume of the shape's cross-section. O(n log n) for each dim.
     """
     members: Sequence[int] = range(len(starts[0])) if starts else ()
     point: list[int] = []
@@ -82,10 +77,7 @@ _MOST_CORNERED = 4
 
 
 class BoxColumns:
-    """The starts and the ends of many boxes, as a list of starts and a list of ends for each dim.
-
-    Empty boxes are left out.
-    """
+    """The starts and the ends of many boxes that are not empty, as a list for each dim."""
 
     def __init__(self, offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> None:
         ndims = {*map(len, offsets), *map(len, sizes)}
@@ -153,10 +145,7 @@ class BoxColumns:
         return None
 
     def first_gap(self, shape: Ints) -> Box:
-        """The first element of a tensor of this shape that no box covers; all without boxes.
-
-        The boxes must be within the shape and disjoint, and must not cover all of it.
-        """
+        """The first element of a tensor of this shape that no box covers; all without boxes."""
         if not self.count:
             return Box((0,) * len(shape), shape)
         return Box(tuple(first_free(self.starts, self.ends, shape)), (1,) * len(shape))
@@ -178,13 +167,6 @@ class BoxIndex(BoxColumns):
     cutting evenly (S. Leutenegger, M. Lopez, J. Edgington, *STR*, ICDE 1997). Making the blocks
     takes O(n log n), a query O(sqrt(n)) plus the size of the result, unless boxes are long in every
     dim. The first few queries look at all boxes, which is cheaper if no more follow.
-
-    Args:
-        boxes: The boxes, of one number of dims; empty boxes are never found.
-
-    Example:
-        >>> BoxIndex([Box((0,), (5,)), Box((5,), (5,))]).overlapping(Box((4,), (3,)))
-        [0, 1]
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:

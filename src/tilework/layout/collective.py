@@ -48,10 +48,7 @@ Groups = dict[int, tuple[Ints, int | None]]
 
 
 def collective_of(source: Tiling, target: Tiling, rank: int) -> Collective:
-    """The collective that moves a tensor from ``source`` to ``target``, with the group of ``rank``.
-
-    The kind is the same on every rank; the group may differ.
-    """
+    """The collective that moves a tensor, of one kind on all ranks, with the group of ``rank``."""
     kind, groups = _recognise(source, target)
     return Collective(kind, *groups.get(rank, ((), None)))
 

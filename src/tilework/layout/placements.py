@@ -118,12 +118,7 @@ class Shard(_PlacementKind):
 
 
 def shard_of(dim: int, cut: Cut) -> Shard:
-    """The placement that splits a dim in this way.
-
-    Example:
-        >>> shard_of(0, (3, 5)), shard_of(1, 2)
-        (Shard(dim=0, sizes=(3, 5)), Shard(dim=1, turns=2))
-    """
+    """The placement that splits a dim in this way."""
     return Shard(dim, turns=cut) if isinstance(cut, int) else Shard(dim, cut)
 
 
@@ -158,9 +153,7 @@ Placement = Shard | Replicate | Partial
 
 
 def placements_in(placements: Any) -> tuple[Any, ...]:
-    """The placements that a function was given, one for each axis of a mesh; not a single
-    placement.
-    """
+    """The placements that a function was given, one for each axis of a mesh."""
     kind = type(placements)
     if isinstance(placements, (tuple, list)):
         return tuple(placements)
@@ -178,16 +171,12 @@ def placements_in(placements: Any) -> tuple[Any, ...]:
 
 
 def order_in(order: Any) -> Ints:
-    """The axes that a function was given, in the order in which they shard: integers, or a
-    TypeError.
-    """
+    """The axes that a function was given, in the order in which they shard."""
     return whole_numbers(order, _ORDER)
 
 
 def native_placement(placement: Any) -> Any:
-    """This library's placement for a torch placement; anything else is returned unchanged. Refuses
-    a placement of torch that has no meaning alone.
-    """
+    """This library's placement for a torch placement; anything else is returned unchanged."""
     kind = type(placement)
     if isinstance(placement, _PlacementKind) or not kind.__module__.startswith("torch.distributed"):
         return placement
@@ -219,12 +208,7 @@ class Layout:
 def check_placements(
     lengths: Sequence[int], placements: Sequence[Placement], order: Sequence[int] | None
 ) -> None:
-    """Raise unless placements and order fit a mesh with axes of these lengths.
-
-    Raises:
-        ValueError: There are more or fewer placements than axes, or axes name different reductions.
-        TypeError: Something is not a placement, or the order not an order.
-    """
+    """Raise unless placements and order fit a mesh with axes of these lengths."""
     for placement in placements:
         if not isinstance(placement, _PlacementKind):
             raise TypeError(
@@ -249,16 +233,12 @@ _CALLERS = ("torch.distributed", "torch.nn.parallel")
 
 
 def refuse_torch_caller(what: object, instead: str) -> None:
-    """Raise TypeError if the method that calls this was called by code of torch.distributed.
-    ``instead`` ends the sentence: the object's library, and what torch takes instead.
-    """
+    """Raise TypeError, which ends with ``instead``, if torch.distributed calls the method."""
     if called_by_torch(2):
         raise TypeError(f"{what!r} is {instead}")
 
 
 def called_by_torch(depth: int = 1) -> bool:
-    """True if code of torch.distributed, or of torch.nn.parallel, called the caller of this (1), or
-    the caller of that caller (2).
-    """
+    """True if code of torch.distributed called the caller of this (1), or that caller's (2)."""
     caller: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
     return caller.startswith(_CALLERS)

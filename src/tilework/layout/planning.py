@@ -112,9 +112,7 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
 
 
 def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) -> TileTransfers:
-    """The transfers from one tiling to another of the same shape, from which each rank's plan is
-    made.
-    """
+    """The transfers from one tiling to another of the same shape."""
     if source.shape != target.shape:
         raise ValueError(
             f"a plan goes from one layout of a shape to another layout of the same shape, got "

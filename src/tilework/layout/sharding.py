@@ -54,13 +54,7 @@ Mesh = Sequence[Any]
 
 
 def splits_of(shape: Ints, lengths: Ints, layout: Layout) -> tuple[Splits, ...]:
-    """The splits of each dim of a layout, axes of length 1 included. Sizes are None where
-    ``torch.chunk`` would give the same.
-
-    Raises:
-        ValueError: The layout does not fit the mesh or the shape.
-        TypeError: Something is not a placement.
-    """
+    """The splits of each dim of a layout, axes of length 1 included, in the normal form."""
     check_placements(lengths, layout.placements, layout.order)
     splits: list[Splits] = [() for _ in shape]
     for axis in range(len(lengths)) if layout.order is None else layout.order:
@@ -98,12 +92,7 @@ def normal_form(
 
 
 def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
-    """The normal form of a layout with these splits, in which layouts that differ only in spelling
-    are equal.
-
-    Dims are not negative, sizes are None if an axis splits as ``torch.chunk`` does, and the order
-    is None if it is the order of the axes.
-    """
+    """The layout with these splits without ambiguity of dims, sizes and order."""
     placements = list(layout.placements)
     for dim, of_dim in enumerate(splits):
         for axis, cut in of_dim:
@@ -226,9 +215,7 @@ def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tilin
 
 
 def existing_dim(dim: int, shape: Ints) -> int:
-    """A dim of a tensor as a number from 0, where negative numbers count from the last; or a
-    ValueError.
-    """
+    """A dim of a tensor as a number from 0, where negative numbers count from the last."""
     if not -len(shape) <= dim < len(shape):
         there = f"its dims are {-len(shape)} to {len(shape) - 1}" if shape else "it has none"
         raise ValueError(f"a tensor of shape {shape} has no dim {dim}: {there}")

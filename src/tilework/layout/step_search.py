@@ -121,8 +121,7 @@ class Edge:
 class SearchSpace:
     """The states between two layouts, and the steps that lead from one to another.
 
-    The search never undoes splits that are in place: the outermost splits of a dim that are the
-    same, in the same order, as the outermost splits of the target.
+    The search never undoes the outermost splits of a dim that the target has, too.
     """
 
     shape: Ints

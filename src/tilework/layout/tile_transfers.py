@@ -79,10 +79,7 @@ class TileTransfers:
                 yield from self._pieces(s, d, rank)
 
     def sources(self, d: int) -> list[int]:
-        """The indices of the source tiles that target tile ``d`` is made from.
-
-        They overlap it, and belong to terms that contribute to the target's term.
-        """
+        """The indices of the source tiles that target tile ``d`` is made from."""
         box, term = self.target.tiles[d].box, self.target.term_of(d)
         if self.term_by_term:
             return self.source.overlapping(term, box)
@@ -153,18 +150,13 @@ class TileTransfers:
 
 
 def keeps_terms(source: Tiling, target: Tiling) -> bool:
-    """True if each term is moved separately, and nothing is reduced.
-
-    Both tilings must have the same reduction, and equally many terms, more than one.
-    """
+    """True if each term is moved separately, and nothing is reduced."""
     terms = len(source.terms)
     return terms > 1 and terms == len(target.terms) and source.reduce_op == target.reduce_op
 
 
 def valued_terms(source: Tiling, target: Tiling) -> range:
-    """The target's terms that get a value; the others get the reduction's identity element. Raises
-    NotImplementedError if it has none.
-    """
+    """The target's terms that get a value; the others get the reduction's identity element."""
     op, terms = target.reduce_op, range(len(target.terms))
     if op is None or op == "avg" or keeps_terms(source, target):
         return terms
@@ -179,10 +171,9 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
 
 @lru_cache(maxsize=32)
 def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
-    """For each rank, the number of the copy of the source to which the tiles of the rank belong.
+    """For each rank the number of the copy of the source that it belongs to; None without copies.
 
-    The number is the rank's place among the owners of a tile. None if ranks are not arranged in
-    copies. They are if all source tiles have equally many owners, at least two, and if among the
+    There are copies if all source tiles have equally many owners, at least two, and if among the
     owners of a target tile those with equal source tiles are one rank of each copy.
     """
     filled = [tile for tile in source.tiles if not tile.box.empty]

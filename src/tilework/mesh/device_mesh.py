@@ -55,9 +55,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_device_is_there(device_type: str, what: str) -> None:
-    """Raise RuntimeError if this process has no device of this kind, which the thing ``what``
-    needs.
-    """
+    """Raise RuntimeError if this process lacks devices of this kind, which ``what`` needs."""
     if device_type in ("cpu", "meta"):
         return
     module = getattr(torch, device_type, None)
@@ -82,10 +80,7 @@ def ranks_there(needed: int) -> str:
 
 
 def check_same(device_type: str, spec: MeshSpec, override: Any) -> tuple[str | None, ...]:
-    """Raise on every rank unless all ranks make the same mesh, of ranks that exist. Collective.
-
-    Returns the backend of the groups along each axis; None: the default group's backend.
-    """
+    """The backend of the groups along each axis, if all ranks make the same mesh. Collective."""
     backends: tuple[str | None, ...] = ()
 
     def facts() -> dict[str, Any]:
@@ -346,10 +341,7 @@ class DeviceMesh(MeshSlicing):
 def find_or_make(
     device_type: str, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str] | None
 ) -> DeviceMesh:
-    """The mesh for unpickling: this rank's mesh of the same content, else a new mesh.
-
-    It may be a part of a mesh that this rank has. Making a new mesh is collective over all ranks.
-    """
+    """The mesh for unpickling: a mesh of this rank or part of one; else a new one, collectively."""
     spec = MeshSpec(tuple(shape), tuple(ranks), None if names is None else tuple(names))
     meshes = current_world().state(MeshesOfRank).known
     known: DeviceMesh | None = meshes.get((device_type, spec))
@@ -409,14 +401,7 @@ def init_device_mesh(
 
 
 def mesh_or_current(mesh: Any) -> DeviceMesh:
-    """``mesh`` as a DeviceMesh; for None, the mesh of the innermost ``with mesh:`` block.
-
-    A mesh of torch.distributed is converted by :meth:`DeviceMesh.from_torch`.
-
-    Raises:
-        RuntimeError: ``mesh`` is None, and there is no ``with mesh:`` block.
-        TypeError: ``mesh`` is no mesh, or a torch mesh on groups of torch's backends.
-    """
+    """``mesh``, also of torch, as a DeviceMesh; for None, that of the innermost ``with mesh:``."""
     if mesh is None:
         return current_mesh()
     if isinstance(mesh, DeviceMesh):

@@ -129,24 +129,16 @@ class MeshGrid(TorchMeshNames):
         return None if self._coordinate is None else list(self._coordinate)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's index along an axis, which may be left out in a mesh of a single axis.
-
-        Raises:
-            RuntimeError: This rank is not in the mesh, or the axis must be given.
-        """
+        """This rank's index along an axis, which may be left out in a mesh of a single axis."""
         flat = self._flattened(mesh_dim)
         if flat is not None:
             return flat.get_local_rank()
         return self._here()[self._axis(mesh_dim, "get_local_rank")]
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """The group of the ranks along an axis through this rank.
+        """The group of the ranks along an axis through this rank, in ascending global order.
 
-        The axis may be left out in a mesh of a single axis. The group numbers ranks in ascending
-        order of global ranks, whatever the axis's order.
-
-        Raises:
-            RuntimeError: This rank is not in the mesh, or the axis must be given.
+        The axis may be left out in a mesh of a single axis.
         """
         flat = self._flattened(mesh_dim)
         if flat is not None:
@@ -165,12 +157,6 @@ class MeshGrid(TorchMeshNames):
 
         If more than one of the axes is longer than 1, the first call makes the group: collective
         over these ranks; blocks. Later calls return the same group, also on parts of the mesh.
-
-        Args:
-            axes: Numbers of one or more axes.
-
-        Raises:
-            RuntimeError: This rank is not in the mesh.
         """
         self._here()
         distinct = sorted(set(axes))
@@ -214,9 +200,6 @@ class MeshGrid(TorchMeshNames):
 
 
 def seats_of(ranks: Iterable[int]) -> tuple[int, ...]:
-    """The seat of each rank: the number that the rank was started with.
-
-    Seats stay when the ranks get other numbers.
-    """
+    """The seat of each rank: the number that it was started with, which stays."""
     seats = current_world().seats
     return tuple(seats[rank] if rank < len(seats) else rank for rank in ranks)

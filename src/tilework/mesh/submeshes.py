@@ -82,13 +82,8 @@ class MeshSlicing(MeshGrid):
             return False
 
     def root_axes(self, name: str) -> tuple[str, ...]:
-        """The axes of the root mesh that the axis ``name`` consists of.
-
-        The root is the mesh that this mesh is a part of. An axis that :meth:`flatten` made consists
-        of several axes.
-
-        Raises:
-            KeyError: There is no axis of that name.
+        """The axes of the root mesh that the axis ``name`` consists of: several if flatten() made
+        it.
         """
         root: MeshSlicing = self._root
         made = root._flattened(name)
@@ -156,15 +151,6 @@ class MeshSlicing(MeshGrid):
         Raises:
             ValueError: The lengths or names do not fit.
             KeyError: There is no axis of that name.
-
-        Example:
-            >>> from tilework.mesh import init_device_mesh
-            >>> from tilework.testing import run_ranks
-            >>> def program(rank):
-            ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-            ...     return mesh.unflatten("world", (2, 2), ("dp", "tp"))["tp"].spec.ranks
-            >>> run_ranks(4, program)
-            [(0, 1), (0, 1), (2, 3), (2, 3)]
         """
         self._here()
         spec, axis = self.spec.unflattened(dim, mesh_sizes, mesh_dim_names)
@@ -184,19 +170,8 @@ class MeshSlicing(MeshGrid):
     def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
         """The part of a mesh along all axes of ``meshes``, which are parts of it. Local.
 
-        The axes are in the order of ``meshes``.
-
         Raises:
             ValueError: ``meshes`` are not parts of one mesh, have no names, or share an axis.
-
-        Example:
-            >>> from tilework.mesh import DeviceMesh, init_device_mesh
-            >>> from tilework.testing import run_ranks
-            >>> def program(rank):
-            ...     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
-            ...     return DeviceMesh.concatenate([mesh["tp"], mesh["pp"]]).mesh_dim_names
-            >>> run_ranks(2, program)[0]
-            ('tp', 'pp')
         """
         parts = list(meshes)
         names = [name for part in parts for name in part.mesh_dim_names or ()]
@@ -227,23 +202,6 @@ class MeshSlicing(MeshGrid):
         Raises:
             ValueError: A rank was lost in every slice; on all ranks.
             RuntimeError: This mesh is a part of another mesh: shrink that mesh.
-
-        Example:
-            >>> import tilework.distributed as dist
-            >>> from tilework.mesh import init_device_mesh
-            >>> from tilework.testing import run_ranks
-            >>> def program(rank):
-            ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            ...     if rank == 1:
-            ...         return None  # and ends
-            ...     try:
-            ...         dist.barrier()
-            ...     except dist.PeerLostError:
-            ...         dist.shrink_group()
-            ...     mesh = mesh.shrink("dp")
-            ...     return mesh.shape, mesh.get_coordinate()
-            >>> run_ranks(4, program)
-            [((1, 2), None), None, ((1, 2), [0, 0]), ((1, 2), [0, 1])]
         """
         whole: _Mesh = self._root
         if whole is not self:

@@ -19,13 +19,7 @@ def is_torch_mesh(value: Any) -> bool:
 
 
 def adopt_torch_world() -> bool:
-    """Make torch's default group tilework's default group, too, unless tilework made one itself.
-
-    True if the default group has changed. Local.
-
-    Raises:
-        ValueError: tilework's default group numbers the ranks otherwise.
-    """
+    """Make torch's default group tilework's, unless tilework made one; True if it changed."""
     from torch.distributed import distributed_c10d
 
     default: Any = distributed_c10d._get_default_group()
@@ -45,11 +39,7 @@ def adopt_torch_world() -> bool:
 
 
 def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
-    """The part of ``mesh``, a mesh of torch.distributed, along the axes ``names``. Local.
-
-    None if ``mesh`` or ``names`` is None, or if torch refuses the names: it takes axes in the order
-    of the mesh only, and any axis made by flattening.
-    """
+    """The part of a torch mesh along some axes; None if torch refuses the names, or their order."""
     if mesh is None or names is None:
         return None
     try:
@@ -61,10 +51,8 @@ def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
 
 
 def flattened_in_torch(mesh: Any, name: str) -> Any:
-    """``mesh``, a mesh of torch.distributed, with all axes flattened to an axis ``name``.
-
-    None if torch refuses, because the root mesh has an axis of that name. The first time this is
-    collective over all ranks of torch's default group.
+    """A torch mesh with all axes flattened; None if torch refuses. Collective over all the first
+    time.
     """
     try:
         return mesh._flatten(name)
@@ -73,9 +61,7 @@ def flattened_in_torch(mesh: Any, name: str) -> Any:
 
 
 def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | None) -> Any:
-    """A mesh of torch.distributed with new groups. Collective over all ranks of torch's default
-    group.
-    """
+    """A torch mesh with new groups. Collective over all ranks of torch's default group."""
     import torch.distributed as torch_dist
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
@@ -113,19 +99,7 @@ class TorchMeshNames:
 def backends_of_axes(
     override: Any, names: Sequence[str] | None, ndim: int
 ) -> tuple[str | None, ...]:
-    """The backend of the groups along each axis; None: the default group's backend.
-
-    Args:
-        override: A dict of backends by axis (a number or a name); a sequence with a backend or None
-            for each axis; or None. A backend is a name, or a pair of a name and options, which are
-            ignored.
-        names: The names of the axes; None: they have no names.
-        ndim: The number of axes.
-
-    Raises:
-        ValueError: An axis does not exist or is named twice, or the sequence has another length.
-        TypeError: ``override`` or a backend in it has another type.
-    """
+    """The backend of the groups along each axis; None: the default group's backend."""
     if override is None:
         return (None,) * ndim
     if isinstance(override, str) or not isinstance(override, dict | list | tuple):

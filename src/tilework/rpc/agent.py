@@ -40,13 +40,8 @@ class ThreadPool:
     """Threads that take turns at receiving a task; the thread that received it runs it.
 
     No task is handed from thread to thread. Before a thread runs a task, it leaves the turn to
-    another thread: a function that blocks holds up no messages. There is always a thread that
-    receives, or waits to.
-
-    Args:
-        receive: Waits for the next task and returns it; None at the end. Threads call it in turn.
-        idle: The number of idle threads that are kept for later tasks.
-        name: The threads' name.
+    another thread: a function that blocks holds up no messages. ``receive`` waits for the next
+    task, and returns None at the end; ``idle`` threads are kept for later tasks.
     """
 
     def __init__(self, receive: Callable[[], Task | None], idle: int, name: str) -> None:
@@ -106,14 +101,8 @@ _GRACE_SECONDS: Final = 0.1
 class Agent:
     """The RPC engine of a rank: makes calls to other workers, and serves the calls that they make.
 
-    Args:
-        rank: This rank.
-        workers: All workers.
-        transport: The sockets; the agent closes them.
-        shared_buffers: This rank's memory files for large buffers; the agent closes them.
-        probes: Each rank's probe: tests whether this rank can open that rank's memory files.
-        rpc_timeout: Seconds that a call may take, unless the call has another timeout.
-        idle_threads: The number of idle threads that are kept for later tasks.
+    The agent closes the transport and the shared buffers. A rank's probe tests whether this rank
+    can open that rank's memory files.
     """
 
     def __init__(  # noqa: PLR0913
@@ -181,10 +170,7 @@ class Agent:
         return rref
 
     def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any:
-        """Exchange ``obj`` among ``ranks``, and return the objects of all of them, by rank.
-
-        Collective over ``ranks``, with the same ``purpose``; blocks.
-        """
+        """Exchange objects among ``ranks`` with one ``purpose``, by rank. Collective; blocks."""
         # RPC's own purposes are not work of the program.
         call = BlockingCall(**self._about(Request(ranks[0], _arrive, (), {}, timeout)), inner=True)
         with self.gatherings.joining(purpose, ranks) as key:
@@ -391,10 +377,6 @@ class Agent:
         A worker that is idle now may become busy again: a function that still runs elsewhere may
         call it. Therefore all workers exchange the number of calls that each has ever made, until
         two exchanges in a row agree.
-
-        Raises:
-            RpcTimeoutError: The wait took longer than ``timeout``.
-            PeerLostError: A worker died or left.
         """
         deadline = time.monotonic() + timeout_seconds(timeout, math.inf)
         ranks = tuple(range(len(self.workers)))
@@ -407,9 +389,7 @@ class Agent:
         self._answering.wait_none(deadline)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Leave RPC without waiting for other ranks. Calls that have not ended fail. Idempotent.
-        Messages that were sent may leave this process for ``linger_seconds``.
-        """
+        """Leave RPC without waiting for other ranks; calls that have not ended fail. Idempotent."""
         with self._closing:
             if self._closed:
                 return

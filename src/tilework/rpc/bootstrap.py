@@ -53,11 +53,10 @@ class Card:
 
 
 class Meeting:
-    """This rank's part in a meeting of ``size`` ranks at ``store``, for at most ``seconds``.
+    """This rank's part in a meeting of ``size`` ranks at ``store``; the block's end is leaving.
 
     Ranks may meet at the same store again: the store counts how often each rank has come, and how
-    often it has left, with success or without. A context manager: the end of the block counts as
-    leaving.
+    often it has left, with success or without.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -102,13 +101,7 @@ class Meeting:
             self._disagree(f"ranks disagree on how many workers there are: {own}, but {first}")
 
     def exchange(self, card: Card) -> list[Card]:
-        """Publish ``card``, and return the cards of all ranks, in their order. Blocks.
-
-        Raises:
-            CollectiveMismatchError: Ranks have different secrets, or two workers gave the same
-                rank.
-            DistStoreError: Some ranks did not come in time.
-        """
+        """Publish ``card``, and return the cards of all ranks, in their order. Blocks."""
         text = json.dumps(asdict(card))
         self.publish("card", text)
         cards = [_card(text) for text in self.gather("card")]
@@ -182,11 +175,7 @@ _LONGEST_SECONDS = 7 * 24 * 3600.0
 def find_store(
     options: RpcBackendOptions, rank: int, world_size: int | None
 ) -> tuple[Store, int, int, bool]:
-    """(the store where ranks meet, this rank, the number of ranks, True if the store is new).
-
-    A ``rank`` of -1 and a ``world_size`` of None are taken from the default group, the URL or the
-    environment. A new store was opened only for RPC, and the caller must close it.
-    """
+    """The store, this rank, the number of ranks, and True if the caller must close the store."""
     size = -1 if world_size is None else world_size
     world = current_world()
     if options.init_method is None and world.default_group is not None:
@@ -204,10 +193,7 @@ def find_store(
 def join(
     state: RpcState, store: Store, rank: int, size: int, name: str, options: RpcBackendOptions
 ) -> None:
-    """Meet all other ranks at ``store``, and set ``state.agent`` to an agent that knows them.
-
-    Collective; blocks until all ranks have come.
-    """
+    """Meet all other ranks at ``store``, and set ``state.agent``. Collective; blocks."""
     with contextlib.ExitStack() as undo:
         with Meeting(store, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS)) as meeting:
             check_name(name)

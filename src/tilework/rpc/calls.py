@@ -73,10 +73,7 @@ class RemoteCall(ABC):
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Task | None:
-        """End the call; never blocks. Returns work that may block, or None.
-
-        ``outcome`` returns the result of the call, or raises the error.
-        """
+        """End the call by ``outcome``; never blocks. Returns work that may block, or None."""
 
     def lost(self) -> PeerLostError:
         """The error to raise if the called worker has died or left."""
@@ -177,9 +174,8 @@ class Calls:
         self.work = InFlight()
 
     def add(self, call: RemoteCall) -> tuple[int, bool]:
-        """Add ``call``; return (the call's number, True if the watching thread must be woken).
-
-        The thread must be woken if the call's deadline is before the end of that thread's sleep.
+        """Add ``call``; return its number, and True if the watching thread sleeps past the
+        deadline.
         """
         if not call.inner:
             self.work.begin()
@@ -189,10 +185,7 @@ class Calls:
             return number, call.deadline < self._awake_at
 
     def pop(self, number: int) -> RemoteCall | None:
-        """Remove and return call ``number``; None if it was removed before.
-
-        Whoever gets the call must end it, and then call :meth:`ended`.
-        """
+        """Remove and return a call, which the caller must end; None if it was removed before."""
         with self._lock:
             return self._calls.pop(number, None)
 

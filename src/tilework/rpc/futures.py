@@ -46,9 +46,7 @@ class Later:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], result: Any) -> Later:
-        """The ``result`` of ``fn``, which is marked with async_execution; a TypeError if it is no
-        future.
-        """
+        """The ``result`` of ``fn``, which is marked with async_execution."""
         if not isinstance(result, torch._C.Future):  # of which torch.futures.Future is one kind
             raise TypeError(
                 f"{fn.__qualname__} is marked with async_execution, so it must return a "
@@ -82,8 +80,7 @@ class Gatherings:
     def joining(self, purpose: str, ranks: tuple[int, ...]) -> Iterator[Key]:
         """The key of the next gathering of ``ranks`` for ``purpose``; equal on all these ranks.
 
-        The gathering counts if the block has sent this rank's object. If the block raises, as with
-        an object that does not pickle, this rank's next call takes part in the same gathering.
+        If the block raises, as with an object that does not pickle, the gathering does not count.
         """
         with self._joining:
             number = self._counts[purpose, ranks] + 1
@@ -91,9 +88,8 @@ class Gatherings:
             self._counts[purpose, ranks] = number
 
     def arrive(self, key: Key, rank: int, obj: Any) -> Later:
-        """Add ``obj`` of ``rank`` to gathering ``key``, on the rank that collects.
-
-        The future in the result has the objects of all ranks, by rank, when all have arrived.
+        """Add ``obj`` of ``rank`` to a gathering; later, all ranks' objects. On the rank that
+        collects.
         """
         _, ranks, _ = key
         with self._lock:

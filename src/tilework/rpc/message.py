@@ -68,9 +68,7 @@ NO_FILE: Final = File(-1, False)
 
 
 class RefId(NamedTuple):
-    """The name of a reference, the same on all ranks: the creator's rank, and a number by the
-    creator.
-    """
+    """The name of a reference, the same on all ranks: the creator's rank, and a number there."""
 
     creator: int
     number: int
@@ -149,8 +147,7 @@ def encode(  # noqa: PLR0913
     Args:
         parts: The pickle, then the buffers that belong to it.
         file: The memory file that some of the parts are in.
-        places: For each part, the offset in ``file``, or a negative number if the part is not in
-            the file; empty: no part is in a file.
+        places: For each part, the offset in ``file``, or a negative number; empty: none is there.
     """
     head: list[bytes | memoryview] = [_HEAD.pack(kind, sender, number)]
     if not parts and not refs:

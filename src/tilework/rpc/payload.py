@@ -58,10 +58,7 @@ class RemoteFailure(NamedTuple):
         return cls(_pickled(error), name.removeprefix("builtins."), text_of(error), "".join(lines))
 
     def rebuild(self, where: WorkerInfo) -> BaseException:
-        """The exception to raise on the calling rank; ``where`` is the worker that raised it.
-
-        It is a RemoteError if the original exception cannot be rebuilt.
-        """
+        """The exception to raise on the calling rank: a RemoteError if it cannot be rebuilt."""
         text = f"On worker {where.name!r} (rank {where.id}):\n{self.traceback}"
         error = _unpickled(self.pickled)
         if error is None:
@@ -105,10 +102,7 @@ _APART_BYTES: Final = 4 << 10
 
 
 class Payload:
-    """An object as a pickle and the large buffers that stand apart from the pickle.
-
-    ``refer`` is called with each RRef in ``obj``. Raises TypeError for what cannot be pickled.
-    """
+    """An object as a pickle and large buffers; ``refer`` is called with each RRef in it."""
 
     def __init__(self, obj: Any, refer: Callable[[RRef[Any]], None]) -> None:
         #: Buffers that stand apart, in order.
@@ -237,7 +231,6 @@ class Sender:
         """Pickle ``obj`` for rank ``to``; return the payload, and the references in it, counted.
 
         ``new`` is a reference in ``obj`` to a value that ``to`` is to make, if there is any.
-        Refuses what cannot be pickled, and references of an RPC that was shut down.
         """
         refs: list[Ref] = []
 
@@ -295,8 +288,7 @@ class Sender:
 class Received:
     """A message whose references are counted and whose memory file is mapped.
 
-    The pickle is not read yet: reading it may run code that takes long or fails. If the message is
-    dropped unread, the references and the file are released as usual.
+    The pickle is not read yet: reading it may run code that takes long or fails.
     """
 
     message: RpcMessage

@@ -26,11 +26,7 @@ from tilework.rpc.message import COUNTED, FIRST_PIN, NEW, MessageKind, Ref, RefI
 
 
 class Owned:
-    """The entry on the rank that owns the value: the value, once it exists.
-
-    The entry lives as long as this rank has an RRef to the value, or another rank holds a
-    reference.
-    """
+    """The entry of the owner: the value, once it exists, as long as any rank refers to it."""
 
     __slots__ = ("__weakref__", "_error", "_value", "holders", "id", "owner", "pending")
 
@@ -70,10 +66,7 @@ class Owned:
 
 
 class HeldReference:
-    """The entry on a rank that holds references to a value which another rank owns.
-
-    The entry lives as long as this rank holds a reference.
-    """
+    """The entry on a rank that holds references to a value which another rank owns."""
 
     __slots__ = ("__weakref__", "confirmed", "error", "id", "owner")
 
@@ -212,10 +205,7 @@ class References:
             self._send(MessageKind.ADDED, sender, question, ())
 
     def added(self, question: int) -> None:
-        """The owner has counted this rank's reference: inform the rank that sent it (HOLDS).
-
-        ``question`` is the number of this rank's ADD, which the owner has answered.
-        """
+        """The owner has answered an ADD: inform the rank that sent the reference (HOLDS)."""
         with self._lock:
             sender, pin, entry = self._asked.pop(question)
             entry.confirmed = True

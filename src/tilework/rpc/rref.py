@@ -237,10 +237,7 @@ def _call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict
 
 
 def fill(rref: RRef[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``fn`` on the owner, for :func:`remote`; the result becomes the value of ``rref``.
-
-    An exception is kept in place of the value, and raised on ranks that ask for the value.
-    """
+    """Run ``fn`` on the owner, for :func:`remote`; the result or error becomes that of ``rref``."""
     entry = rref.entry
     assert isinstance(entry, Owned)
     try:

@@ -57,9 +57,7 @@ class SharedBufferPool:
     def share(
         self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]
     ) -> tuple[int, bool] | None:
-        """Copy ``parts`` into a memory file for ``rank``, each part to the offset in ``offsets``;
-        return the file's number, and True if ``rank`` must return it; None if writing failed.
-        """
+        """Copy ``parts`` into a file for ``rank``: the number, and True if it will be returned."""
         size = offsets[-1] + parts[-1].nbytes
         with self._lock:
             again = self._find(size)
@@ -102,9 +100,7 @@ class SharedBufferPool:
                 os.close(fd)
 
     def returned(self, fd: int) -> bool:
-        """Keep file ``fd``, which the receiver does not use any more, for later messages. True if
-        it is now the only unused file: :meth:`tidy` must be called to learn when to close it.
-        """
+        """Keep a file for later messages; True if it is the only unused file (see :meth:`tidy`)."""
         with self._lock:
             file = self._returning.pop(fd, None)
             if file is None:
@@ -121,10 +117,7 @@ class SharedBufferPool:
             self.taken(fd)
 
     def tidy(self) -> float:
-        """Close files that have been unused for two seconds.
-
-        Returns the ``time.monotonic()`` at which to call this again; infinite if no file is unused.
-        """
+        """Close files unused for two seconds; the monotonic time at which to call this again."""
         with self._lock:
             limit = time.monotonic() - _KEPT_SECONDS
             while self._unused and self._unused[0][0] <= limit:
@@ -169,12 +162,10 @@ class MappedBuffers:
         _all_mapped.add(self)
 
     def map(self, rank: int, pid: int, fd: int, size: int, returning: bool) -> mmap.mmap:
-        """Map the first ``size`` bytes of file ``fd`` of process ``pid``, which is ``rank``; may
-        raise OSError.
+        """Map a file of process ``pid``, ``rank``; ``returning``: to be returned when dropped.
 
-        With ``returning`` the file is to be returned when the mapping is dropped. The mapping is
-        private (copy-on-write), since a tensor must not be shared with children that this process
-        may fork.
+        The mapping is private (copy-on-write), since a tensor must not be shared with children that
+        this process may fork.
         """
         own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -192,10 +183,7 @@ class MappedBuffers:
         self._wake()
 
     def released(self) -> Iterator[tuple[int, int, bool]]:
-        """(rank, number of the file, True if that rank may use it again) for each dropped mapping.
-
-        The rank is the owner of the file. Each mapping is reported once.
-        """
+        """Owner and file of each dropped mapping, once; and True if the file may be used again."""
         while self._ended:
             mapping = self._ended.popleft()
             self._mappings.discard(mapping)
@@ -221,12 +209,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def place(sizes: Sequence[int]) -> list[int]:
-    """Aligned offsets in a file at which buffers of these sizes follow each other.
-
-    Example:
-        >>> place([100, 64, 1])
-        [0, 128, 192]
-    """
+    """Aligned offsets in a file at which buffers of these sizes follow each other."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)

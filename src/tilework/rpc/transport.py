@@ -41,11 +41,6 @@ class Keys:
 
     All are derived from the secret: ranks exchange nothing but a random number, and a stranger in
     the middle cannot put in another key.
-
-    Example:
-        >>> keys = Keys(b"the job's", 2)
-        >>> keys.allowed[z85.decode(keys.public(1))]
-        1
     """
 
     def __init__(self, secret: bytes, size: int) -> None:
@@ -79,9 +74,6 @@ def agree_on_keys(store: Store, size: int) -> Keys:
 
     The keys are derived from a random number in the store, which only the job's ranks can read, and
     from secrets that never travel: the store's own, and TILEWORK_SECRET where it is set.
-
-    Raises:
-        DistBackendError: The store does not authenticate ranks: strangers can read it, too.
     """
     if not store.authenticated:
         raise DistBackendError(
@@ -123,9 +115,7 @@ class _Peer:
 
 
 class Transport:
-    """The sockets of a rank: a socket to receive on, and a socket for each rank that it
-    sends to.
-    """
+    """The sockets of a rank: one to receive on, and one for each rank that it sends to."""
 
     def __init__(self, rank: int, size: int, keys: Keys) -> None:
         self._rank, self._keys = rank, keys
@@ -242,10 +232,7 @@ class Transport:
         return self._inbox.recv_multipart(copy=False)
 
     def watch(self, seconds: float) -> list[int]:
-        """Admit ranks that connect, for ``seconds`` or until woken; return ranks that are gone.
-
-        A single thread does this over and over.
-        """
+        """Admit ranks that connect, for ``seconds`` or until woken; return ranks that are gone."""
         limit = None if seconds == math.inf else max(0, math.ceil(seconds * 1000))
         events = dict(self._poller.poll(limit))
         if self._wake_reader.fileno() in events:

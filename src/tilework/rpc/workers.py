@@ -45,9 +45,7 @@ class Directory:
             )
 
     def find(self, to: To) -> WorkerInfo:
-        """The worker that ``to`` names, by name, rank or WorkerInfo; a ValueError if there
-        is none.
-        """
+        """The worker that ``to`` names, by name, rank or WorkerInfo."""
         if isinstance(to, str):
             worker = self._by_name.get(to)
             if worker is None:
@@ -96,13 +94,7 @@ Timeout = float | timedelta
 
 
 def timeout_seconds(timeout: Timeout, default: float) -> float:
-    """``timeout`` in seconds, infinite for 0; ``default`` if ``timeout`` is -1, the unset timeout.
-    Raises for what is no time, or negative.
-
-    Example:
-        >>> timeout_seconds(timedelta(minutes=1), 5), timeout_seconds(0, 5), timeout_seconds(-1, 5)
-        (60.0, inf, 5)
-    """
+    """``timeout`` in seconds, infinite for 0; ``default`` for -1, the unset timeout."""
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, int | float) and not isinstance(timeout, bool):

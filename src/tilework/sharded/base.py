@@ -351,8 +351,7 @@ def wrap_results(
     device: torch.device | None = None,
     group: AnyGroup = None,
 ) -> BaseT:
-    """A tensor sharded as ``operand``, of results for each of ``graph_tiles(operand)``: of the
-    sizes of the tiles, in one dtype, and all or none in the graph.
+    """A tensor sharded as ``operand``, of results for each of ``graph_tiles(operand)``.
 
     ``device`` is the type of device of all ranks' results, without an index; it and ``group`` are
     the operand's by default.

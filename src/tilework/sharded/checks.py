@@ -284,15 +284,7 @@ def named(properties: TensorProperties) -> dict[str, Any]:
 def make_equal(
     make: Callable[[], T], describe: Callable[[T], str], what: str, group: AnyGroup
 ) -> T:
-    """The result of ``make()``, after a check that all ranks have made the same.
-
-    Ranks compare the texts that ``describe`` gives of their results; errors name the result
-    ``what``. Collective; blocks. A rank outside the group only calls ``make``.
-
-    Raises:
-        Exception: ``make`` raised, here or on another rank.
-        ValueError: Ranks differ; on every rank.
-    """
+    """The result of ``make()``, if ``describe`` gives one text of it on all ranks. Collective."""
     results: list[T] = []
 
     def facts() -> dict[str, str]:

@@ -308,13 +308,7 @@ class ShardedTensorMetadata:
 
 
 class ShardMap:
-    """The owner of each shard of checked metadata. Tensors with equal shards share a map.
-
-    Args:
-        metadata: The metadata of the tensor.
-        owners: The global rank of each shard.
-        results: Cached layouts of operators' results, shared by tensors computed from one tensor.
-    """
+    """The owner of each shard of checked metadata, and cached layouts of operators' results."""
 
     def __init__(
         self,

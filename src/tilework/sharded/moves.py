@@ -36,9 +36,7 @@ BaseT = TypeVar("BaseT", bound=ShardedTensorBase)
 
 
 def has_values(tensor: ShardedTensorBase) -> bool:
-    """True if all shards are on real devices, False if on the meta device; the same on
-    every rank.
-    """
+    """True if all shards are on real devices, False if on the meta device; equal on all ranks."""
     places = [shard.placement for shard in tensor.metadata().shards_metadata]
     real = {place.device().type != "meta" for place in places if place is not None}
     if len(real) > 1:
@@ -56,11 +54,7 @@ def reshard(
     init_rrefs: bool = False,
     through_autograd: bool = False,
 ) -> None:
-    """Shard a tensor by another spec, in place. Collective over the tensor's group; blocks.
-
-    ``init_rrefs``: the caller will make RRefs to the new shards, which is checked with the rest.
-    ``through_autograd``: gradients flow back to the old tiles; else new tiles are leaves.
-    """
+    """Shard a tensor by another spec, in place; RRefs are only checked. Collective; blocks."""
     group = tensor._process_group
 
     def prepare() -> tuple[ShardedTensorMetadata, list[Place]]:
@@ -146,12 +140,8 @@ def _transfer(
 def reshard_like(source: Tensor, like: BaseT) -> BaseT:
     """The values of ``source``, sharded and placed as ``like``, without gradients.
 
-    A plain ``source`` is replicated: each rank takes a slice, and nothing is communicated. A
-    sharded ``source`` is moved over the group of ``like``: collective over the group. Tiles that
-    need not move are not copied.
-
-    Raises:
-        ValueError: The sizes differ, or a rank outside the group of ``like`` holds a shard.
+    Collective over the group of ``like`` if ``source`` is sharded; else each rank takes a slice.
+    Tiles that need not move are not copied.
     """
     if source.shape != like.shape:
         raise ValueError(

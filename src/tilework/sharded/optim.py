@@ -443,13 +443,8 @@ Entry = tuple[str, Any]
 def agreed_entries(
     parameters: Callable[[], Mapping[str, Sequence[tuple[Tensor, State]]]], group: ProcessGroup
 ) -> dict[str, dict[str, Entry]]:
-    """The entries, short descriptions, of each parameter's states. Collective; blocks.
-
-    All ranks get the same, also ranks without a shard, which have no states of the parameter.
-    ``parameters`` returns, by name, this rank's shards and their states; it may raise.
-
-    Raises:
-        RuntimeError: Shards of one parameter have different entries or values.
+    """The entries, short descriptions, of each parameter's states, also on ranks without.
+    Collective.
     """
     by_rank = agree(
         lambda: {name: _of_shards(name, shards) for name, shards in parameters().items()}, group
@@ -507,10 +502,7 @@ def _same(first: Entry, other: Entry) -> bool:
 def full_state(
     parameter: ShardedTensor, states: Sequence[State], entries: Mapping[str, Entry]
 ) -> dict[str, Any]:
-    """The state of the full parameter: tensors sharded like the parameter, and plain values. Local.
-
-    The tensors share memory with ``states``, the states of this rank's shards.
-    """
+    """The state of the full parameter: plain values, and tensors sharded like the parameter."""
     state: dict[str, Any] = {}
     for key, (kind, value) in entries.items():
         if kind != "shard":
@@ -535,10 +527,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def local_states(value: Any, parameter: Tensor) -> list[Any]:
-    """``value``, a state of the full parameter, as a copy for each local tensor of it.
-
-    Collective over the parameter's group if ``value`` has another sharding.
-    """
+    """A copy of a full parameter's state for each local tensor. Collective if it must move."""
     if not isinstance(parameter, ShardedTensor):
         return [value.full_tensor() if isinstance(value, ShardedTensor) else copy.deepcopy(value)]
     if isinstance(value, Tensor) and value.shape == parameter.shape:

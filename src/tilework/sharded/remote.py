@@ -15,9 +15,7 @@ from tilework.sharded.metadata import Shard
 
 @dataclass(eq=False)
 class RemoteShards:
-    """The RRefs of one sharded tensor, which has this number on this rank, by the rank that owns
-    the shards.
-    """
+    """The RRefs of the tensor of this number on this rank, by the rank that owns the shards."""
 
     number: int
     rrefs: dict[int, list[rpc.RRef[Shard]]] = field(default_factory=dict)
@@ -41,13 +39,7 @@ def pending_tensors() -> PendingTensors:
 
 
 def check_ready(group: AnyGroup = None) -> None:
-    """Raise if the ranks of ``group`` cannot make RRefs to each other's shards.
-
-    Raises:
-        RuntimeError: RPC is not initialized.
-        ValueError: The ranks of RPC and of the default process group differ, or only some of them
-            are in ``group``.
-    """
+    """Raise if the ranks of ``group`` cannot make RRefs to each other's shards."""
     if not rpc.is_initialized():
         raise RuntimeError(
             "RPC Framework needs to be initialized using tilework.rpc.init_rpc if init_rrefs is "
@@ -83,11 +75,7 @@ def rank_of_worker(name: str) -> int:
 
 
 def share(shards: Sequence[Shard]) -> RemoteShards:
-    """Exchange RRefs to this rank's shards for all other ranks' RRefs.
-
-    Collective over the default group, whose ranks are the workers; blocks. An error on one rank
-    raises on all ranks.
-    """
+    """Exchange RRefs to this rank's shards for all other ranks' RRefs. Collective; blocks."""
     state = pending_tensors()
     shared = RemoteShards(next(state.numbers))
     state.by_number[shared.number] = shared

@@ -153,9 +153,7 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """A plain tensor to shard (with a name for errors), the spec, and the rank whose values are
-    taken.
-    """
+    """A plain tensor to shard, a name for errors, the spec, and the rank whose values are taken."""
 
     name: str
     tensor: Tensor

@@ -218,11 +218,7 @@ def infer_sharding_spec_from_shards_metadata(
 
 
 def check_shards(size: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
-    """Check that every element of a tensor of this size is in exactly one shard.
-
-    Raises:
-        ValueError: Two shards overlap, a shard is out of bounds, or an element is in no shard.
-    """
+    """Check that every element of a tensor of this size is in exactly one shard."""
     check_boxes(tuple(size), [shard.box for shard in shards])
 
 

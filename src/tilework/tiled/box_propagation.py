@@ -34,9 +34,7 @@ class Obstacle(Enum):
 
 @dataclass(frozen=True)
 class NotLocal:
-    """An operator cannot run tile by tile; if a single dim of an input causes it, the first such
-    dim.
-    """
+    """An operator cannot run tile by tile, because of a dim of an input, if a single one."""
 
     obstacle: Obstacle
     dim: int | None = None
@@ -44,27 +42,14 @@ class NotLocal:
 
 @dataclass(frozen=True, eq=False)
 class LocalOp:
-    """An operator runs tile by tile; for each tile there are the ranges of factors that are
-    divided.
-    """
+    """An operator that runs tile by tile, and each tile's ranges of the divided factors."""
 
     map: FactorMap
     inputs: Sequence[Tiling]
     tiles: tuple[Ranges, ...]
 
     def boxes(self, output: int = 0, shape: Sequence[int] | None = None) -> tuple[Box, ...]:
-        """The box of each tile's result number ``output``, which has the global ``shape``; None: as
-        the factors say, 1 for a dim without factors.
-
-        Example:
-            >>> from tilework.layout import Tile
-            >>> row, column = Factor(4), Factor(3)
-            >>> transpose = FactorMap((((row,), (column,)),), (((column,), (row,)),))
-            >>> upper, lower = Tile(Box((0, 0), (1, 3)), (0,)), Tile(Box((1, 0), (3, 3)), (1,))
-            >>> local = propagate_boxes(transpose, [Tiling.of_tiles((4, 3), [upper, lower])])
-            >>> [str(box) for box in local.boxes()]
-            ['[0:3, 0:1]', '[0:3, 1:4]']
-        """
+        """The box of each tile's result number ``output``, which has the global ``shape``."""
         dims = self.map.outputs[output]
         sizes = shape_of(dims) if shape is None else tuple(shape)
         return tuple([_box(dims, sizes, ranges) for ranges in self.tiles])
@@ -80,9 +65,7 @@ class TileShape:
 
 @dataclass(frozen=True, eq=False)
 class TileRanges:
-    """The ranges of factors that one tile runs over:
-    :class:`~tilework.tiled.op_rules.LocalRanges`.
-    """
+    """The ranges of factors that one tile runs over: LocalRanges of a tile."""
 
     op: LocalOp
     tile: int
@@ -134,8 +117,7 @@ def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
 
 
 def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | NotLocal:
-    """Find out from the factor map and the inputs' tilings, none partial, if an operator can run
-    tile by tile.
+    """Find out from the factor map and the inputs' tilings if an operator can run tile by tile.
 
     Tiles with the same number are computed together: each input must have as many tiles as the
     first, on the same ranks, and with the same parts of factors.
@@ -224,12 +206,7 @@ def _fit(local: LocalOp) -> bool:
 
 
 def within(box: Box, dim: int, start: int, length: int) -> Range:
-    """The part of a box in a range along a dim, counted from the range's start.
-
-    Example:
-        >>> within(Box((4,), (3,)), 0, 5, 10), within(Box((0,), (3,)), 0, 5, 10)
-        ((0, 2), (0, 0))
-    """
+    """The part of a box in a range along a dim, counted from the range's start."""
     begin = min(max(box.offsets[dim] - start, 0), length)
     end = max(min(box.offsets[dim] + box.sizes[dim] - start, length), begin)
     return begin, end - begin

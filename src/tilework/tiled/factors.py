@@ -95,13 +95,8 @@ def dim_factors(dims: Sequence[Factor | Dim | None]) -> DimFactors:
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFactors]]:
-    """The loops of an operator that broadcasts: a factor for each dim of the result, and for each
-    shape the factors of the dims. A dim of length 1 that is stretched has no factor.
-
-    Example:
-        >>> factors, (a, b) = broadcast([(4, 1), (3,)])
-        >>> factors, a, b
-        ([d0=4, d1=3], ((d0=4,), ()), ((d1=3,),))
+    """A factor for each dim of the broadcast shape; for each shape the dims, without stretched
+    ones.
     """
     ndim = max(map(len, shapes), default=0)
     sizes = [1] * ndim
@@ -121,9 +116,7 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFa
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that shapes are broadcast to (torch's function is slow to import), or a
-    ValueError.
-    """
+    """The shape that shapes are broadcast to (torch's function is slow to import)."""
     factors, _ = broadcast(shapes)
     sizes = tuple(factor.size for factor in factors)
     for shape in shapes:
@@ -208,9 +201,7 @@ class Pattern:
         return cls(text, tuple(inputs), tuple(outputs), reduce_ops)
 
     def of(self, shapes: Sequence[Sequence[int] | None]) -> FactorMap:
-        """The factor map for arguments of these shapes; None stands for a missing argument. Raises
-        ValueError if they do not fit the text.
-        """
+        """The factor map for arguments of these shapes; None stands for a missing argument."""
         if len(shapes) > len(self.inputs):
             raise ValueError(f"{self.text!r} is for {len(self.inputs)} tensors, got {len(shapes)}")
         slots = self.inputs[: len(shapes)]

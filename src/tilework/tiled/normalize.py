@@ -54,13 +54,7 @@ _MASKS = frozenset({torch.bool, torch.uint8})
 
 
 def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of a call, named by torch's own names, the first tensor by position.
-
-    Example:
-        >>> import torch
-        >>> torch_arguments(torch.softmax, (), {"x": 1, "axis": 0})
-        ((1,), {'dim': 0})
-    """
+    """The arguments of a call, named by torch's own names, the first tensor by position."""
     if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):  # torch's parser is C++
         return args, kwargs
     if args and _OTHERS.keys().isdisjoint(kwargs):
@@ -94,8 +88,7 @@ def _own_names(*names: str) -> tuple[frozenset[str], str]:
 
 
 def normalized(name: str, args: Args, kwargs: Kwargs) -> tuple[list[Any], Kwargs] | None:
-    """The arguments of operator ``name`` with numbers and indices in the rules' form; None if they
-    already are.
+    """The arguments with numbers and indices in the rules' form; None if they already are.
 
     Collective where a DTensor stands for a number, and the value lies on other ranks.
     """
@@ -182,9 +175,7 @@ def _real(arg: Any) -> Any:
 
 
 def _index(index: Any) -> Any:
-    """The index of ``x[…]`` as torch reads it: a list of lists is a tuple of lists, and arrays of
-    numpy are tensors.
-    """
+    """The index of ``x[…]`` as torch reads it: lists of lists as tuples, arrays as tensors."""
     if _counts_as_tuple(index) or (isinstance(index, tuple) and any(map(_is_array, index))):
         return tuple(map(_as_tensor, index))
     return _as_tensor(index)

@@ -28,11 +28,7 @@ from tilework.tiled.factors import (
 
 @dataclass(eq=False, slots=True)
 class Arg:
-    """A tensor argument of a call, as a rule gets it. A plain tensor counts as replicated.
-
-    The number counts the tensors of the call, the shape is global, and ranks hold different shards
-    of the sharded dims.
-    """
+    """A tensor argument of a call, as a rule gets it: the global shape, and the sharded dims."""
 
     number: int
     shape: Ints
@@ -82,12 +78,7 @@ class LocalRanges(Protocol):
         """True if some rank's shard of an input has no elements: the same on all ranks."""
 
     def local_range(self, factor: Factor) -> tuple[int, int]:
-        """The offset and the size of the local range of a factor.
-
-        Raises:
-            SeveralRangesError: Blocks are dealt in turns. Let it pass: the call then gets the
-                factor in ranges. Rules that need only the size ask for :meth:`local_size`.
-        """
+        """The offset and the size of the local range of a factor; may raise SeveralRangesError."""
 
     def local_size(self, dim: Dim) -> int:
         """The number of local elements of a dim."""
@@ -172,14 +163,9 @@ def local_call(  # noqa: PLR0913
     run: MakeRun | None = None,
     shapes: Sequence[Ints] | None = None,
 ) -> LocalCall:
-    """The local call with a factor map, from the factors of each argument's dims.
+    """The local call with a factor map, from the factors of *each* tensor argument's dims.
 
-    Args:
-        inputs: The factors of the dims of *each* tensor argument.
-        outputs: The same for each tensor of the result.
-        linear, rearranges, addends, extremum: As for :class:`~tilework.tiled.factors.FactorMap`,
-            but arguments instead of numbers.
-        run, shapes: As for :class:`LocalCall`.
+    Others are as for FactorMap and LocalCall, but with arguments instead of numbers.
     """
     by_number = {arg.number: dim_factors(dims) for arg, dims in inputs.items()}
     # A tensor in the place of a number has no factors: the call is gathered (see dispatch).
@@ -205,11 +191,7 @@ def match_pattern(
     addends: Sequence[Arg | None] = (),
     run: MakeRun | None = None,
 ) -> RuleResult:
-    """The local call that a line describes; None if the arguments do not fit.
-
-    ``tensors`` are the call's tensor arguments in the line's order; None for a missing argument.
-    Others are as for :func:`local_call`.
-    """
+    """The local call that a line describes for these tensors, or None; None if they do not fit."""
     if isinstance(pattern, str):
         pattern = _parse_pattern(pattern)
     args = [arg for arg in tensors if arg is not None]

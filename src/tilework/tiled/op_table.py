@@ -87,10 +87,7 @@ def packet_of(func: Any) -> Any:
 
 
 def foreign_name(func: Any) -> str | None:
-    """The full name of an operator or function from outside torch; None for torch's.
-
-    The canonical name of such a function may be the name of an operator of torch.
-    """
+    """The full name of an operator or function from outside torch; None for torch's."""
     packet = packet_of(func)
     if isinstance(packet, torch._ops.OpOverloadPacket):
         name: str = packet._qualified_op_name
@@ -102,13 +99,7 @@ def foreign_name(func: Any) -> str | None:
 
 
 def canonical_name(func: Any) -> tuple[str, bool]:
-    """The operator's name, and whether this form writes to the first argument.
-
-    Example:
-        >>> import torch
-        >>> canonical_name(torch.Tensor.add_), canonical_name(torch.special.expm1)
-        (('add', True), ('expm1', False))
-    """
+    """The operator's name, and whether this form writes to the first argument."""
     name: str = getattr(packet_of(func), "__name__", None) or type(func).__name__
     if name == "__get__" or name == "__set__":
         return f"{func.__self__.__name__}.{name}", False
@@ -215,10 +206,10 @@ _EXCLUSIVE = {
 
 
 def register(key: Key, **facts: Any) -> None:
-    """Add facts, fields of :class:`OpEntry`, to the entry of an operator.
+    """Add facts, fields of :class:`OpEntry`, to the entry of an operator, each once.
 
     The entry of a function of torch starts with the facts of the operator of the same name, except
-    how that operator runs. A fact that is known already raises ValueError.
+    how that operator runs.
     """
     entry = _ENTRIES.get(key)
     if entry is None:
@@ -286,14 +277,7 @@ def find(func: Any) -> tuple[OpEntry, bool]:
 
 
 def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
-    """Register the decorated function as the rule of operators, with further facts.
-
-    Example:
-        >>> @rule("docs_double", is_elementwise=True)
-        ... def _double(input):
-        ...     return None
-        >>> forget("docs_double")
-    """
+    """Register the decorated function as the rule of operators, with further facts."""
 
     def add(function: RuleT) -> RuleT:
         for key in keys:

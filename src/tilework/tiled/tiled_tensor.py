@@ -42,9 +42,7 @@ class InTorchCheckpoints:
 
     @abstractmethod
     def local_boxes(self) -> list[Box]:
-        """The boxes of this rank's tiles, in the order of :meth:`local_tiles`; refuses tiles that
-        are not reduced yet. Local.
-        """
+        """The boxes of this rank's tiles, in the order of :meth:`local_tiles`. Local."""
 
     def __create_write_items__(self, fqn: str, value: Tensor) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

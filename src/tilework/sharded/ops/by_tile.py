@@ -295,9 +295,9 @@ def _static(value: Any) -> Hashable:
 
 
 def by_tile(func: Callable[..., Any], unknown: str, keeps_shape: bool = False) -> Handler:
-    """The handler that runs ``func`` tile by tile; ``unknown`` refuses calls that the operator's
-    rule does not know. ``keeps_shape``: operands with one layout give results with this layout,
-    without a rule.
+    """The handler that runs ``func`` tile by tile; ``unknown`` refuses calls without a rule.
+
+    ``keeps_shape``: operands with one layout give results with this layout, without a rule.
     """
     name, in_place = canonical_name(func)
     is_ruled = not keeps_shape or (entry_of(name).is_elementwise and not in_place)

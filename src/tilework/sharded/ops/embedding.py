@@ -31,11 +31,9 @@ from tilework.sharded.tensor import ShardedTensor
 def rows_of(
     ids: Tensor, weight: ShardedTensor, name: str, refuse: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """The rows that this rank's ``ids`` name, each once and in order, and the row of each id.
-    Collective.
+    """The rows that ``ids`` name, each once and in order, and the row of each id. Collective.
 
     A rank receives the ids that others look up in its tiles, and the rows that it asked for.
-    ``refuse`` raises if other arguments are wrong; then all ranks raise.
     """
     group = member_of(weight, name)
     tiles = tiles_by_rank(weight, group)

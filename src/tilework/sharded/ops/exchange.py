@@ -25,14 +25,9 @@ from tilework.sharded.tensor import ShardedTensor
 def agree_on_gradients(
     count: Callable[[], list[int]], inputs: Sequence[Tensor], group: ProcessGroup
 ) -> list[list[int]]:
-    """The numbers of each rank, after all agreed on which inputs need a gradient. Collective;
-    blocks.
+    """The numbers of each rank, after all agreed on which inputs need a gradient. Collective.
 
     ``count`` checks this rank's arguments, and returns numbers that the others need; it may raise.
-    For ``inputs`` that need a gradient backward communicates.
-
-    Raises:
-        ValueError: Some ranks need a gradient and others do not: they would wait in backward.
     """
     enabled = torch.is_grad_enabled()
     needs = [enabled and tensor.requires_grad for tensor in inputs]
@@ -46,9 +41,7 @@ def agree_on_gradients(
 
 
 def exchange(parts: Sequence[Tensor], received: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """The flat tensors from each rank, ``received`` elements each, after sending one of ``parts``
-    to each. Collective, also backward.
-    """
+    """The flat tensors from each rank, after sending a part to each. Collective, also backward."""
     sent = [part.numel() for part in parts]
     flat: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
         torch.cat(list(parts)), sent, list(received), group

@@ -38,8 +38,7 @@ def gather_from_tiles(tensor: ShardedTensor, compute: Callable[[Tensor], Tensor]
     """The results of ``compute`` for each tile that has elements, stacked, on every rank.
 
     Collective: one all_gather, of as many results as the rank with the most tiles has. The gathered
-    value is replicated: each rank takes its own tiles' part of the gradient. Results have one
-    shape.
+    value is replicated: each rank takes its own tiles' part of the gradient.
     """
     group = member_of(tensor, "a reduction")
     results = [compute(tile) for tile in tensor.local_tiles() if tile.numel()]

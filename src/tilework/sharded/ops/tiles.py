@@ -94,9 +94,6 @@ def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
 
     A tensor is made without communication. Its layout is compared at the first use: that call is
     collective, later calls only look in a set.
-
-    Raises:
-        ValueError: This rank is not in the group, or another rank has another layout.
     """
     group = tensor.process_group
     if isinstance(group, NonMember):
@@ -138,9 +135,7 @@ def options_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def dims_of(tensor: Tensor, dim: Any) -> tuple[int, ...] | None:
-    """The dims of an argument ``dim``, ascending, counted from the first; None: all of them. Raises
-    IndexError for those that the tensor lacks.
-    """
+    """The dims of an argument ``dim``, ascending, counted from the first; None: all of them."""
     dims = () if dim is None else dim if isinstance(dim, list | tuple) else (dim,)
     return tuple(sorted({dim_at(dim, tensor.dim()) for dim in dims})) or None
 
@@ -155,8 +150,7 @@ _MOST_CACHED = 1024
 class ResultLayout:
     """The layout of a result whose tiles are computed from a tensor's tiles, on the same ranks.
 
-    The metadata are right if the result has the tensor's properties. ``numbers`` has for each tile
-    of the tensor the number of the result's tile; None if there is none.
+    ``numbers`` has for each tile of the tensor the number of the result's tile, or None.
     """
 
     metadata: ShardedTensorMetadata
@@ -181,9 +175,7 @@ def cached(tensor: ShardedTensor, key: Hashable, make: Callable[[], T]) -> T:
 def layout_of_boxes(
     tensor: ShardedTensor, size: Sequence[int], boxes: Sequence[Box | None]
 ) -> ResultLayout:
-    """The layout of a result with these boxes, each on the rank of the tensor's tile; None: nothing
-    is left of the tile.
-    """
+    """The layout of a result with these boxes, on the ranks of the tensor's tiles; None: no box."""
     metadata = tensor._metadata
     shards: list[ShardMetadata] = []
     owners: list[int] = []
@@ -223,8 +215,7 @@ def of_tiles(
 ) -> ShardedTensor:
     """A tensor of results computed from another tensor's tiles, on the same ranks. Local.
 
-    A part of a result is taken where the shard is empty; None: nothing is left of the tile. On a
-    rank without tiles there is the result of the stand-in, if the dtype may be another.
+    A part of a result is taken where the shard is empty; None: nothing is left of the tile.
     """
     local, shards = [], layout.metadata.shards_metadata
     for i, result in zip(tensor.tiling.of(get_rank()), results, strict=False):

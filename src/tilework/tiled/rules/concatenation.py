@@ -24,10 +24,7 @@ def cat_shape(tensors: Sequence[Any], dim: int) -> tuple[int, ...]:
 
 
 def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
-    """The dim of a concatenation; None if the tensors do not fit together.
-
-    A tensor of shape [0] does not fit beside tensors of more dims, though torch lets it pass.
-    """
+    """The dim of a concatenation; None if the tensors do not fit together."""
     first = tensors[0]
     if not all(isinstance(arg, Arg) and arg.ndim == first.ndim > 0 for arg in tensors):
         return None
@@ -39,8 +36,7 @@ def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
 def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
     """The concatenation without tensors of shape [0], which torch lets pass beside any others.
 
-    Caches of keys and values start with such tensors. None if no tensor has the shape [0], or all
-    tensors have one dim.
+    Caches of keys and values start with such tensors.
     """
     kept = [not _is_legacy(arg) for arg in tensors]
     if all(kept) or not any(kept) or not all(isinstance(arg, Arg) for arg in tensors):

@@ -71,9 +71,7 @@ def _is_emptied(local: Tensor, arg: Arg) -> bool:
 
 
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
-    """A parameter such as ``stride``, an int or a sequence of one or ``count`` ints, as one number
-    per spatial dim; None if it is something else.
-    """
+    """A parameter such as ``stride`` as a number per spatial dim; None if it is something else."""
     if isinstance(value, int):
         return (value,) * count
     if not isinstance(value, (tuple, list)) or len(value) not in (1, count):
@@ -84,10 +82,7 @@ def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
 def window_factors(
     sizes: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[tuple[Dim, Dim]]:
-    """For each spatial dim, the factors of the dim and of the windows in the result.
-
-    Both are empty if windows overlap, or do not cover the dim.
-    """
+    """For each spatial dim, the factors of the dim and of the windows; none if windows overlap."""
     count = len(sizes)
     known = [per_dim(value, count) or (0,) * count for value in (kernel, stride, padding, dilation)]
     return [_window_factors(*dim) for dim in zip(sizes, *known, strict=True)]

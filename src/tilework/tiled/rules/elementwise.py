@@ -72,11 +72,7 @@ def pointwise(
     extremum: str | None = None,
     results: int = 1,
 ) -> RuleResult:
-    """The call of an elementwise operator on all tensors; None if they do not broadcast together.
-
-    Further arguments are as for :func:`~tilework.tiled.op_rules.local_call`; sets in ``linear``
-    that contain values other than tensors are ignored.
-    """
+    """The call of an elementwise operator on all tensors; None if they do not broadcast."""
     shapes = [arg.shape for arg in args]
     try:
         broadcast_shape(shapes)

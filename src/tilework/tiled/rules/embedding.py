@@ -22,9 +22,7 @@ from tilework.tiled.rules.empty_shards import keep_inputs_in_graph, zero_addend
 
 
 class LocalIndexRange:
-    """The local range of a factor, for look-ups by global index. Without ``checked`` nothing is
-    looked up, so that torch lets all indices pass.
-    """
+    """The local range of a factor, for look-ups by global index, which are ``checked``."""
 
     def __init__(self, ranges: LocalRanges, factor: Factor, checked: bool = True) -> None:
         self.checked = checked or not factor.size
@@ -38,9 +36,7 @@ class LocalIndexRange:
         return index - self.start if here and index is not None else None
 
     def localize(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Local indices (0 for those that are not local), and the mask of local indices. Raises
-        IndexError for indices out of the global range, unless ``ignored`` masks them.
-        """
+        """Local indices (0 for those that are not local), and the mask of local indices."""
         outside = (indices < 0) | (indices >= self.total)
         if ignored is not None:
             outside &= ~ignored

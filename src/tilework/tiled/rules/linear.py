@@ -214,10 +214,7 @@ def _grouped_product(
 
 
 def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator of torch for tensors on meta: products of groups in any dtype.
-
-    torch's own kernel knows the shapes of bfloat16 alone.
-    """
+    """The result of an operator on meta: torch's products of groups know only bfloat16 there."""
     if func.name() != "aten::_grouped_mm":  # which torch 2.6 does not have
         return func(*args, **kwargs)
     a, b, *rest = args

@@ -38,9 +38,7 @@ def reduce_loss(
     dims: Mapping[Arg, Sequence[Factor | Dim | None]],
     out: Sequence[Factor],
 ) -> LocalCall:
-    """The call of a loss with the argument ``reduction``, from all arguments by name, in order.
-    ``out`` are the factors of the loss before it is reduced.
-    """
+    """The call of a loss, from all arguments by name, and the factors of the unreduced loss."""
     reduction = arguments["reduction"]
     count = math.prod(factor.size for factor in out)
 

@@ -22,12 +22,7 @@ NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
 def dims_of(ndim: int, dim: Any) -> Ints | None:
-    """The dims that a reduction's argument ``dim`` names, counted from 0: an int or several; None
-    and an empty sequence mean all dims.
-
-    None if a dim is out of range, repeated, or no int: a rule then returns None as well, and
-    torch's own operator raises its error.
-    """
+    """The dims of an argument ``dim``, counted from 0; None if torch's operator refuses them."""
     given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if not given:
         return tuple(range(ndim))
@@ -52,11 +47,7 @@ def reduce_dims(
     extremum: str | None = None,
     run: Callable[[LocalRanges, list[Factor]], Callable[..., Any]] | None = None,
 ) -> LocalCall:
-    """The call of a reduction.
-
-    ``reduce_op`` reduces the ranks' results; None: the dims are unshardable. ``run`` makes the
-    function to run instead of the operator, from the ranges and each dim's factor.
-    """
+    """The call of a reduction, by ranks with ``reduce_op``; None: the dims are unshardable."""
     factors = [
         Factor(size, f"d{dim}", unshardable=reduce_op is None and dim in dims, reduce_op=reduce_op)
         for dim, size in enumerate(input.shape)
@@ -94,10 +85,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """True if partial sums may be cast from ``other`` to ``dtype`` before they are reduced.
-
-    Rounding partial sums is not rounding the sum.
-    """
+    """True if partial sums may be cast before they are reduced: a rounded sum is another."""
     if dtype is other:
         return True
     if other in NARROW or _is_float8(dtype) or _is_float8(other):  # not promoted
@@ -117,8 +105,6 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 
 def sums_partial(input: Arg, dtype: torch.dtype | None) -> bool:
-    """True if partial sums of a tensor may be summed before they are reduced, if elements are cast
-    to ``dtype`` first (None: as in torch's sums). Local.
-    """
+    """True if partial sums may be summed before they are reduced, cast to ``dtype`` first."""
     is_whole = not (input.dtype.is_floating_point or input.dtype.is_complex)
     return keeps_sums(dtype or (torch.int64 if is_whole else input.dtype), input.dtype)

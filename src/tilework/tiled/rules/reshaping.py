@@ -20,12 +20,6 @@ def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[D
 
     Dims are split and merged from the outermost on, as far as sizes have common factors. A factor
     without a counterpart is unshardable.
-
-    Example:
-        >>> regrouped((6, 4, 5), (3, 8, 5))
-        ([(d0=3, d1=2), (d2=4,), (d3=5,)], [(d0=3,), (d1=2, d2=4), (d3=5,)])
-        >>> regrouped((4, 3), (6, 2))
-        ([(d0=2, rest=2!), (rest=3!,)], [(d0=2, rest=3!), (rest=2!,)])
     """
     if 0 in old:
         return _without_elements(old, new)
@@ -113,9 +107,7 @@ def sizes_of(given: Sequence[Any]) -> Ints:
 
 
 def dim_at(dim: int, ndim: int) -> int:
-    """The number from 0 of a dim; negative numbers count from the last. IndexError if there is
-    none.
-    """
+    """The number from 0 of a dim; negative numbers count from the last."""
     count = max(ndim, 1)
     if not -count <= dim < count:
         raise IndexError(
@@ -142,9 +134,7 @@ def infer_sizes(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
 def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleResult:
     """The call that gives a tensor other dims, with the same elements in the same order.
 
-    One of ``sizes`` may be -1. With ``copies`` it copies where dims cannot be merged in memory,
-    else it raises as ``view`` does. No effect if the layout knows the full tensor's strides, which
-    decided before.
+    With ``copies`` it copies where dims cannot be merged in memory, else it raises as ``view``.
     """
     shape = infer_sizes(input.shape, sizes)
     if shape is None:

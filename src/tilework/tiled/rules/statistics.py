@@ -129,10 +129,7 @@ def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
 
 
 def softmax_dims(input: Arg, dim: Any) -> Ints | None:
-    """The dim of a softmax, as a tuple; None if there is no such dim.
-
-    A ``dim`` of None means torch's default for the number of dims.
-    """
+    """The dim of a softmax, as a tuple; None if there is no such dim."""
     if dim is None:
         dim = 0 if input.ndim in (0, 1, 3) else 1
     return dims_of(input.ndim, dim)
