@@ -89,7 +89,6 @@ _ROWS = (
     # These are tests themselves: the contracts of groups and of stores.
     ("testing", "groups/*", "/comm/test_contract"),
     ("torch_backend", "devices", "test_group"),
-    ("testing", "hosts", "/comm/backends/hybrid/test_hosts /rpc/test_transport_hosts"),
     ("testing", "storages", "/checkpoint/test_storage_contract"),
     ("testing", "stores", "/store/test_contract"),
     # Rules that both kinds of tensors share.

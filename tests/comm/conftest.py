@@ -12,9 +12,10 @@ import pytest
 import tilework.distributed as dist
 from tilework.testing import run_ranks
 
-# The suite's asserts then show their values; too late once something has imported it.
-if "tilework.testing.groups" not in sys.modules:
-    pytest.register_assert_rewrite("tilework.testing.groups")
+# The suites' asserts then show their values; too late once something has imported them.
+for suites in ("tilework.testing.groups", "tests.comm.function_suites"):
+    if suites not in sys.modules:
+        pytest.register_assert_rewrite(suites)
 
 #: Runs ``fn(rank)`` on ``n`` ranks that have no group yet.
 Runner = Callable[[int, Callable[[int], Any]], list[Any]]

@@ -9,13 +9,12 @@ from unittest.mock import patch
 
 import torch
 
+from tests.comm.function_suites import ObjectSuite, WholeContract
 from tilework.comm.backends.torch.torch_engines import GlooGroup
 from tilework.testing import run_ranks
-from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.disagreement import MismatchSuite, TimeoutSuite
 from tilework.testing.groups.messages import AliasSuite, MessageSuite
 from tilework.testing.groups.moves import AllToAllSuite, BroadcastSuite, GatherSuite, ScatterSuite
-from tilework.testing.groups.objects import ObjectSuite
 from tilework.testing.groups.reductions import AllReduceSuite, PrecisionSuite, ReduceSuite
 from tilework.testing.groups.subgroups import SubGroupSuite
 from tilework.testing.groups.works import WorkSuite
@@ -26,7 +25,7 @@ LIMIT = timedelta(seconds=120)
 
 
 def test_no_suite_hides_a_test_of_another() -> None:
-    names = [name for suite in ProcessGroupContract.__bases__ for name in vars(suite)]
+    names = [name for suite in WholeContract.__mro__ for name in vars(suite)]
     tests = [name for name in names if name.startswith("test_")]
     assert sorted(set(tests)) == sorted(tests)
 
@@ -57,7 +56,7 @@ class TestShmBetweenProcesses(
         return run_ranks(n, fn, kind="processes", backend="shm", timeout=LIMIT)
 
 
-class TestThreads(ProcessGroupContract):
+class TestThreads(WholeContract):
     """The core between threads."""
 
     world_sizes = (1, 2, 4, 5)
@@ -113,7 +112,7 @@ class TestShmSingleCopy(
             return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
 
 
-class TestThreadsWithoutTheCore(ProcessGroupContract):
+class TestThreadsWithoutTheCore(WholeContract):
     world_sizes = (1, 2, 3, 5)
     # Whole tensors are handed over, never chunks.
     large = 200_001
@@ -123,7 +122,7 @@ class TestThreadsWithoutTheCore(ProcessGroupContract):
             return run_ranks(n, fn, kind="threads", backend="threads", timeout=LIMIT)
 
 
-class TestGlooBetweenThreads(ProcessGroupContract):
+class TestGlooBetweenThreads(WholeContract):
     group_type = GlooGroup
     world_sizes = (3,)
     large = 50_001

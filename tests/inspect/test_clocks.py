@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import two_hosts as namespaces
+from tests.hosts import why_no_hosts
 from tests.inspect.jobs import MS, operation, write_rank
 from tilework.inspect import Timeline, read_timeline
 from tilework.inspect.events import trace_events
 from tilework.inspect.reading import read_file
-from tilework.testing.hosts import two_hosts as namespaces
-from tilework.testing.hosts import why_no_hosts
 
 
 def two_hosts(folder: Path, shift: int, *, what: int = 1) -> Timeline:
@@ -82,7 +82,7 @@ def why_no_clocks() -> str | None:
 PROGRAM = """
 import sys, time, tilework.distributed as dist
 from tilework.inspect import trace
-from tilework.testing.hosts import Host, joined
+from tests.hosts import Host, joined
 rank, *hosts = sys.argv[1:]
 with joined([Host(*host.split()) for host in hosts], (0, 1), int(rank)):
     with trace("trace"):

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 
+from tests.hosts import two_hosts, why_no_hosts
 from tilework.comm.backend import core_error
 from tilework.launch import doctor_hosts
 from tilework.launch.doctor_hosts import (
@@ -17,7 +18,6 @@ from tilework.launch.doctor_hosts import (
     judge_links,
     rounds_of,
 )
-from tilework.testing.hosts import two_hosts, why_no_hosts
 
 
 def facts(name: str, **other: str) -> dict[str, object]:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.hosts import two_hosts, why_no_hosts
 from tests.launch.conftest import Launch, wait_for_files
 from tilework.comm.backend import core_error
 from tilework.errors import DistNetworkError
@@ -21,7 +22,6 @@ from tilework.launch import nodes
 from tilework.launch.nodes import NodeLink, Nodes, NodesError, join_nodes
 from tilework.launch.settings import LaunchSettings
 from tilework.store import Store
-from tilework.testing.hosts import two_hosts, why_no_hosts
 
 WAIT = """
     import os, sys, time

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import two_hosts, why_no_hosts
 from tests.launch.conftest import Launch, wait_for_files
 from tilework.comm.backend import core_error
 from tilework.launch.seating import LAST_CALL_SECONDS, Seating
 from tilework.launch.settings import LaunchSettings
-from tilework.testing.hosts import two_hosts, why_no_hosts
 
 WAIT = """
     import os, time

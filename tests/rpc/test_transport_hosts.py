@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.hosts import run_on_hosts, two_hosts, why_no_hosts
 from tests.rpc.joined_ranks import identity, join, my_name, this_agent
 from tilework import rpc
 from tilework.errors import PeerLostError
-from tilework.testing.hosts import run_on_hosts, two_hosts, why_no_hosts
 
 WHY_NOT = why_no_hosts()
 needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

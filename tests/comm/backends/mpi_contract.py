@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import pytest
 
 import tilework.distributed as dist
+from tests.comm.function_suites import WholeContract
 from tilework.comm.backends.hybrid import hosts
 from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
 from tilework.comm.backends.mpi import MpiGroup
 from tilework.store import FileStore
-from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.messages import MessageSuite
 from tilework.testing.groups.moves import GatherSuite
 from tilework.testing.groups.reductions import AllReduceSuite
@@ -61,7 +61,7 @@ def on_ranks(n: int, fn: Callable[[int], T], backend: str) -> list[T]:
     return [result for _, result in reports[:n]]
 
 
-class TestMpi(ProcessGroupContract):
+class TestMpi(WholeContract):
     group_type = MpiGroup
     world_sizes = (3,)
     large = 50_001

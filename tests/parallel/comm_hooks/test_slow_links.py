@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import tilework.distributed as dist
+from tests.hosts import run_on_hosts, two_hosts, why_no_hosts
 from tilework.parallel import DistributedDataParallel
 from tilework.parallel.comm_hooks import SlowLinks, slow_links_hook
 from tilework.testing import run_ranks
-from tilework.testing.hosts import run_on_hosts, two_hosts, why_no_hosts
 
 HOSTS = [[[0, 1], [2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]], [[0, 2], [1], [3]]]
 SENT = {torch.bfloat16: 2**-8, torch.int8: 2**-7}

@@ -18,13 +18,11 @@ from __future__ import annotations
 from tilework.testing.groups.base import GroupSuite
 from tilework.testing.groups.disagreement import (
     MismatchSuite,
-    MisuseSuite,
     ProvenanceSuite,
     TimeoutSuite,
 )
 from tilework.testing.groups.messages import AliasSuite, MessageSuite
 from tilework.testing.groups.moves import AllToAllSuite, BroadcastSuite, GatherSuite, ScatterSuite
-from tilework.testing.groups.objects import ObjectSuite
 from tilework.testing.groups.reductions import AllReduceSuite, PrecisionSuite, ReduceSuite
 from tilework.testing.groups.subgroups import SubGroupSuite
 from tilework.testing.groups.values import DTYPES, Case, assert_same
@@ -41,14 +39,12 @@ class ProcessGroupContract(
     AllToAllSuite,
     AliasSuite,
     MessageSuite,
-    ObjectSuite,
     WorkSuite,
     SubGroupSuite,
     MethodSuite,
     MismatchSuite,
     ProvenanceSuite,
     TimeoutSuite,
-    MisuseSuite,
 ):
     """Everything a backend must do. Subclass it in a test module and supply ``run``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import time
@@ -163,26 +162,6 @@ def failure_of(fn: Callable[[], object]) -> OperationFailure:
     except DistBackendError as error:
         return OperationFailure(type(error), str(error), error.ranks, time.monotonic() - start)
     raise AssertionError(f"expected a DistBackendError, got the result {result!r}")
-
-
-@contextlib.contextmanager
-def refused(*words: str) -> Iterator[None]:
-    """Expect a ValueError or TypeError whose message holds all ``words``."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        missing = [word for word in words if word not in str(error)]
-        if missing:
-            raise AssertionError(f"{missing} missing from the message: {error}") from error
-    else:
-        raise AssertionError(f"misuse was accepted (expected a message with {words})")
-
-
-def refuse_each(*calls: Callable[[], object], words: Sequence[str] = ()) -> None:
-    """Expect each call to raise, as in :func:`refused`."""
-    for call in calls:
-        with refused(*words):
-            call()
 
 
 def started(work: dist.Work | None) -> dist.Work:

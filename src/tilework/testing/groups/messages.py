@@ -17,7 +17,6 @@ from tilework.testing.groups.base import (
     inside,
     needs,
     on_ranks,
-    refused,
     started,
     still_works,
 )
@@ -115,20 +114,6 @@ class MessageSuite(GroupSuite):
         for peer, tensor in inbox.items():
             assert_same(tensor, pattern(peer, (1000,), _F32))
 
-    @on_ranks()
-    def test_batch_isend_irecv(self, rank: int, n: int) -> None:
-        right, left = (rank + 1) % n, (rank - 1) % n
-        if n == 1:
-            return
-        tensor = torch.zeros(4)
-        ops = [
-            dist.P2POp(dist.isend, pattern(rank, (4,), _F32), right),
-            dist.P2POp(dist.irecv, tensor, left),
-        ]
-        for work in dist.batch_isend_irecv(op for op in ops):
-            work.wait()
-        assert_same(tensor, pattern(left, (4,), _F32))
-
     @on_ranks(2)
     def test_messages_and_collectives_do_not_mix_up(self, rank: int) -> None:
         outbox, inbox = torch.full((5,), float(rank)), torch.zeros(5)
@@ -166,26 +151,6 @@ class MessageSuite(GroupSuite):
                 error = failure_of(functools.partial(dist.recv, torch.zeros(3), 0, group))
                 assert error.kind is CollectiveMismatchError
                 dist.barrier()
-
-    @on_ranks(2)
-    def test_nobody_writes_to_themselves(self, rank: int) -> None:
-        with refused():
-            dist.send(torch.ones(1), dst=rank)
-        with refused():
-            dist.recv(torch.ones(1), src=rank)
-        still_works(2)
-
-    @on_ranks(2)
-    def test_wrong_batches_are_refused(self, rank: int) -> None:
-        with refused():
-            dist.batch_isend_irecv([])
-        with refused():
-            dist.P2POp(dist.broadcast, torch.ones(1), 1 - rank)
-        with refused("this rank itself"):  # before messages of the batch are sent
-            dist.P2POp(dist.irecv, torch.ones(1), rank)
-        with refused():
-            dist.batch_isend_irecv(["not an operation"])  # type: ignore[list-item]
-        still_works(2)
 
 
 class AliasSuite(GroupSuite):
@@ -233,28 +198,6 @@ class AliasSuite(GroupSuite):
             assert_same(whole, expected)
             dist.all_to_all(parts, parts)
             assert_same(torch.stack(parts), expected)
-
-    @on_ranks(2)
-    def test_inputs_that_overlap_outputs_otherwise_are_refused(self, rank: int) -> None:
-        whole = torch.arange(10.0)
-        with refused("overlap"):
-            dist.all_gather_into_tensor(whole[:6], whole[2:5])
-        with refused("overlap"):
-            dist.all_to_all_single(whole[:4], whole[1:5])
-        with refused("overlap"):
-            dist.reduce_scatter_tensor(whole[1:3], whole[:4])
-        assert_same(whole, torch.arange(10.0))
-        still_works(2)
-
-    @on_ranks(2)
-    def test_outputs_that_overlap_are_refused(self, rank: int) -> None:
-        whole = torch.zeros(4)
-        for outputs in ([whole[:3], whole[1:]], [whole[::2]] * 2, [whole[::2], whole[:2]]):
-            with refused("overlap"):
-                dist.all_gather(outputs, torch.ones(len(outputs[0])))
-        dist.all_gather([whole[::2], whole[1::2]], torch.full((2,), 1.0 + rank))
-        assert_same(whole, torch.tensor([1.0, 2.0, 1.0, 2.0]))
-        still_works(2)
 
     @on_ranks(2)
     def test_views_that_conjugate_or_negate_lazily(self, rank: int) -> None:

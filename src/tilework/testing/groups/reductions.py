@@ -1,4 +1,4 @@
-"""Operations that combine: values, order, precision and refused combinations."""
+"""Operations that combine: values, order and precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tilework.distributed as dist
 from tilework.comm.contract import Capability
-from tilework.testing.groups.base import GroupSuite, finish, needs, on_ranks, refused, still_works
+from tilework.testing.groups.base import GroupSuite, finish, needs, on_ranks, still_works
 from tilework.testing.groups.values import (
     FLOATS,
     REDUCE_OPS,
@@ -54,12 +54,6 @@ class AllReduceSuite(GroupSuite):
                     assert_near(tensor, expected, f"{op} of {dtype}")
                 else:
                     assert_same(tensor, expected, f"{op} of {dtype}")
-
-    @on_ranks(2)
-    def test_wrapped_reductions_mean_the_same(self, rank: int) -> None:
-        tensor = torch.tensor([float(rank)])
-        dist.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.MAX))
-        assert tensor.item() == 1.0
 
     @on_ranks(3)
     def test_each_rank_has_its_own_premultiplier(self, rank: int) -> None:
@@ -138,17 +132,6 @@ class AllReduceSuite(GroupSuite):
         assert storage[:, 1].tolist() == [3.0] * 6
         rest = storage[:, [0, 2, 3]]
         assert torch.equal(rest, torch.full_like(rest, rank + 1.0))
-
-    @on_ranks(2)
-    def test_undefined_reductions_are_refused(self, rank: int) -> None:
-        for op in REDUCE_OPS:
-            for dtype in (dtype for dtype in self.dtypes if not defined(op, dtype)):
-                before = pattern(rank, (4,), dtype)
-                tensor = before.clone()
-                with refused(op, str(dtype)):
-                    dist.all_reduce(tensor, op=reduce_op(op))
-                assert_same(tensor, before)
-        still_works(2)
 
     @on_ranks(2)
     def test_reductions_that_the_backend_lacks_are_refused(self, rank: int) -> None:

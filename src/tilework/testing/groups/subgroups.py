@@ -1,11 +1,11 @@
-"""Groups of some of the ranks: membership, translation of ranks, and that groups do not mix."""
+"""Groups of some of the ranks: operations there, and that groups do not mix."""
 
 from __future__ import annotations
 
 import torch
 
 import tilework.distributed as dist
-from tilework.testing.groups.base import GroupSuite, finish, on_ranks, refused
+from tilework.testing.groups.base import GroupSuite, finish, on_ranks
 from tilework.testing.groups.values import assert_same, pattern
 
 _F32 = torch.float32
@@ -46,41 +46,6 @@ class SubGroupSuite(GroupSuite):
         dist.scatter(tensor, parts, src=2, group=group)
         assert tensor.item() == 4.0 + rank
 
-    @on_ranks(3)
-    def test_roots_may_be_given_as_group_ranks(self, rank: int) -> None:
-        group = dist.new_group([1, 2])
-        if rank == 0:
-            return
-        tensor = torch.tensor([float(rank)])
-        dist.broadcast(tensor, group=group, group_src=1)
-        assert tensor.item() == 2.0
-        dist.reduce(tensor, group=group, group_dst=0)
-        assert tensor.item() == (4.0 if rank == 1 else 2.0)
-        with refused():
-            dist.broadcast(tensor, src=1, group=group, group_src=0)
-
-    @on_ranks(3)
-    def test_messages_name_global_ranks(self, rank: int) -> None:
-        group = dist.new_group([1, 2])
-        if rank == 2:
-            dist.send(torch.tensor([7.0]), dst=1, group=group)
-            dist.send(torch.tensor([8.0]), dst=1, group=group)
-        elif rank == 1:
-            tensor = torch.zeros(1)
-            assert dist.recv(tensor, src=2, group=group) == 2
-            assert tensor.item() == 7.0
-            assert dist.recv(tensor, group=group) == 2
-            assert tensor.item() == 8.0
-
-    @on_ranks(3)
-    def test_a_root_outside_the_group_is_refused(self, rank: int) -> None:
-        group = dist.new_group([1, 2])
-        if rank == 0:
-            return
-        with refused("0"):
-            dist.broadcast(torch.ones(1), src=0, group=group)
-        dist.barrier(group=group)
-
     @on_ranks(4)
     def test_overlapping_groups_at_once(self, rank: int) -> None:
         pairs = [(0, 1), (1, 2), (2, 3), (0, 3)]
@@ -117,66 +82,6 @@ class SubGroupSuite(GroupSuite):
         dist.broadcast(tensor, src=rank, group=groups[rank])
         dist.barrier(group=groups[rank])
         assert tensor.tolist() == [float(rank)] * 2
-
-    @on_ranks(2)
-    def test_the_same_ranks_again_make_another_group(self, rank: int) -> None:
-        groups = [dist.new_group([0, 1]) for _ in range(3)]
-        for i, group in enumerate(groups):
-            tensor = torch.tensor([float(rank + i)])
-            dist.all_reduce(tensor, group=group)
-            assert tensor.item() == 2 * i + 1
-        assert len({id(group) for group in groups}) == 3
-
-    @on_ranks(3)
-    def test_ranks_are_sorted(self, rank: int) -> None:
-        group = dist.new_group([2, 0, 1])
-        assert dist.get_process_group_ranks(group) == [0, 1, 2]
-        assert dist.get_rank(group) == rank
-
-    @on_ranks(2)
-    def test_impossible_groups_are_refused(self, rank: int) -> None:
-        for ranks in ([0, 2], [-1, 0], [0, 0], [0, 1, 1]):
-            with refused():
-                dist.new_group(ranks)
-        dist.barrier()
-
-    @on_ranks(4)
-    def test_local_synchronization_needs_members_only(self, rank: int) -> None:
-        if rank == 3:
-            return
-        members = [0, 2]
-        if rank == 1:
-            assert dist.new_group(members, use_local_synchronization=True) is None
-            return
-        group = dist.new_group(members, use_local_synchronization=True)
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.item() == 2.0
-
-    @on_ranks(4)
-    def test_new_subgroups_of_a_size(self, rank: int) -> None:
-        mine, everyone = dist.new_subgroups(group_size=2)
-        assert len(everyone) == 2
-        base = rank // 2 * 2
-        assert dist.get_process_group_ranks(mine) == [base, base + 1]
-        outputs = [torch.zeros(1), torch.zeros(1)]
-        dist.all_gather(outputs, torch.tensor([float(rank)]), group=mine)
-        assert [t.item() for t in outputs] == [base, base + 1]
-        with refused():
-            dist.new_subgroups(group_size=3)
-
-    @on_ranks(4)
-    def test_new_subgroups_by_enumeration(self, rank: int) -> None:
-        mine, everyone = dist.new_subgroups_by_enumeration([[0, 2], [3, 1]])
-        assert len(everyone) == 2
-        assert mine is not None
-        members = [0, 2] if rank in (0, 2) else [1, 3]
-        assert dist.get_process_group_ranks(mine) == members
-        tensor = torch.tensor([float(rank)])
-        dist.all_reduce(tensor, group=mine)
-        assert tensor.item() == sum(members)
-        with refused():
-            dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
 
     @on_ranks(2)
     def test_a_destroyed_group_leaves_the_others(self, rank: int) -> None:

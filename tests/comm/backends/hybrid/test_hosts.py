@@ -15,11 +15,11 @@ import torch
 
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
+from tests.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
 from tests.limits import PROMPTLY
 from tests.random_programs import OPERATIONS, RandomOperation, RandomProgram, run_program
 from tilework.testing.groups.base import brief_group
 from tilework.testing.groups.values import Case
-from tilework.testing.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
 
 WHY_NOT = why_no_hosts()
 pytestmark = [

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.comm.function_suites import WholeContract
 from tilework.comm.backends.hybrid import hosts, meeting_engine
 from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
 from tilework.comm.backends.shm import shm_backend
 from tilework.comm.backends.torch.torch_engines import GlooGroup
 from tilework.testing import run_ranks
-from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.base import GroupSuite, inside
 from tilework.testing.groups.disagreement import MismatchSuite, TimeoutSuite
 from tilework.testing.groups.messages import MessageSuite
@@ -59,7 +59,7 @@ class OnTwoHosts(GroupSuite):
         pretend(monkeypatch, lambda rank: rank % 2)
 
 
-class TestTwoHosts(OnTwoHosts, ProcessGroupContract):
+class TestTwoHosts(OnTwoHosts, WholeContract):
     world_sizes = (5,)
     large = 50_001
 

@@ -14,12 +14,12 @@ import torch
 
 import tilework.distributed as dist
 from tests.comm.backends.torch.queue_engine import QueueGroup, register
+from tests.comm.function_suites import WholeContract
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join, leave, until_error
 from tests.limits import PROMPTLY
 from tilework.comm.provenance_digest import carrying
 from tilework.testing import run_ranks
-from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.base import brief_group, failure_of, inside, started
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def ranks(n: int, fn: Callable[[int], T], backend: str) -> list[T]:
     return run_ranks(n, fn, kind="threads", backend=backend, timeout=LIMIT)
 
 
-class TestQueue(ProcessGroupContract):
+class TestQueue(WholeContract):
     """The contract on an engine that behaves as NCCL does."""
 
     group_type = QueueGroup

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import tilework.distributed as dist
-from tilework.testing.ranks import run_ranks
+from tilework.testing import run_ranks
 
 _Result = TypeVar("_Result")
 _CLONE_NEWNET = 0x4000_0000
