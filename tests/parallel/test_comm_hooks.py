@@ -187,20 +187,6 @@ def test_without_communication() -> None:
     assert run_ranks(2, program) == [0.0, 1.0]
 
 
-def test_recording() -> None:
-    def program(rank: int) -> list[comm_hooks.BucketRecord]:
-        told: list[comm_hooks.BucketRecord] = []
-        state = comm_hooks.RecordState(comm_hooks.allreduce_hook, on_record=told.append)
-        ddp: Any = DistributedDataParallel(AddOwn())
-        ddp.register_comm_hook(state, comm_hooks.recording_hook)
-        ddp(torch.ones(2, 2), rank).sum().backward()
-        assert told == state.records
-        return state.records
-
-    (record,) = run_ranks(2, program)[0]
-    assert record == comm_hooks.BucketRecord(0, 16, ((2, 2),), 2.0, True)
-
-
 def test_local_gradients_after_some_steps() -> None:
     def program(rank: int) -> list[float]:
         pair, _ = dist.new_subgroups(group_size=2)

@@ -63,15 +63,7 @@ class Division:
         return full if self.uneven == "drop" else full + (self.rank < rest)
 
     def part(self, order: Tensor, start: int = 0) -> Tensor:
-        """This rank's rows of ``order`` after the first ``start`` rows, which ranks have taken.
-
-        Example:
-            >>> order = epoch_order(5, shuffle=False, seed=0, epoch=0)
-            >>> [Division(rank, 2).part(order).tolist() for rank in range(2)]
-            [[0, 2, 4], [1, 3, 0]]
-            >>> [Division(rank, 2, "keep").part(order).tolist() for rank in range(2)]
-            [[0, 2, 4], [1, 3]]
-        """
+        """This rank's rows of ``order`` after the first ``start`` rows, which ranks have taken."""
         left = order[start:]
         missing = -len(left) % self.ranks
         if self.uneven == "pad" and missing:

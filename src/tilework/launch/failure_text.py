@@ -22,10 +22,6 @@ def folded(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """``text`` with each run of frames of tilework, torch and the interpreter as one line.
 
     Unchanged with ``TILEWORK_TRACEBACK=full``, or if no frame belongs to the program.
-
-    Example:
-        >>> folded('  File "train.py", line 7, in step')
-        '  File "train.py", line 7, in step'
     """
     blocks = _blocks(text.split("\n"))
     own = [frame for frame, _ in blocks if frame is not None and not in_library[frame["file"]]]

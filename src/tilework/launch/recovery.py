@@ -64,12 +64,6 @@ class Recovery:
         A rank that fails because it lost another rank runs a program that does not outlive ranks:
         then the job ends like any other job. It also ends if the other ranks have finished: nobody
         is left to do the rest, such as writing the model.
-
-        Example:
-            >>> recovery = Recovery(restarts=1, least=2)
-            >>> killed = RankFailure(rank=1, time=0.0, code=-9)
-            >>> [recovery.answer(killed, others).name for others in (3, 3, 1)]
-            ['RESTART', 'GO_ON', 'END']
         """
         self.note(failure.rank, cause(failure))
         excluded = failure.report is not None and _EXCLUDED in failure.report.classes

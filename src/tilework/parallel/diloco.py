@@ -49,23 +49,6 @@ class DiLoCo(Optimizer):
 
     Raises:
         ValueError: ``every`` is less than 1, the mesh has several axes, or nothing can be trained.
-
-    Example:
-        >>> import torch
-        >>> from tilework.parallel import DiLoCo
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     model = torch.nn.Linear(1, 1, bias=False)
-        ...     torch.nn.init.zeros_(model.weight)
-        ...     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        ...     outer = DiLoCo(model, lambda p: torch.optim.SGD(p, lr=1.0), every=2)
-        ...     for _ in range(2):
-        ...         model.weight.grad = torch.full((1, 1), -1.0 - rank)
-        ...         inner.step()
-        ...         outer.step()
-        ...     return model.weight.item()
-        >>> run_ranks(2, program)
-        [3.0, 3.0]
     """
 
     def __init__(

@@ -101,12 +101,6 @@ class PeriodicModelAverager:
 
     Raises:
         ValueError: A number is out of range.
-
-    Example:
-        >>> from tilework.parallel import PeriodicModelAverager
-        >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
-        >>> averager.step
-        0
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: AnyGroup = None) -> None:
@@ -213,13 +207,6 @@ class PostLocalSGDOptimizer(Optimizer):
     Args:
         optim: Steps on this rank's parameters.
         averager: Averages parameters after some steps.
-
-    Example:
-        >>> import torch
-        >>> from tilework.parallel import PeriodicModelAverager, PostLocalSGDOptimizer
-        >>> model = torch.nn.Linear(1, 1)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> optimizer = PostLocalSGDOptimizer(sgd, PeriodicModelAverager(period=4))
     """
 
     def __init__(

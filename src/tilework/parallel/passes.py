@@ -4,13 +4,7 @@ Data parallelism averages the gradients that each rank computed in *the same* st
 skips a backward pass, or does two, would pair gradients of different steps from then on. Therefore
 a wrapped module counts its forward passes, its backward passes, and how often parameters have
 changed between these. The digest of the counts goes into the header of each collective, which ranks
-compare, as they compare shapes. Ranks that differ all raise, each with the counts::
-
-    passes = Passes("DistributedDataParallel", names)
-    passes.begin_forward()            # a forward pass whose collectives, or backward, will meet
-    passes.begin_backward(tensors)    # the backward pass that communicates begins
-    with passes.carried():            # around every collective of the module
-        all_reduce(bucket, group=group)
+compare, as they compare shapes. Ranks that differ all raise, each with the counts.
 
 Backends without headers (torch's engines) do not compare digests. For these, let an all_reduce that
 the module makes anyway take the maximum of :attr:`Passes.digest` and of the negative digest, and
@@ -43,16 +37,6 @@ class Passes:
         kind: The name of the wrapper, for errors.
         names: Plain data that identifies the module in the program, and is the same on all
             ranks: names and shapes of parameters. Collectives of different modules then differ.
-
-    Example:
-        >>> import torch
-        >>> passes, parameters = Passes("fully_shard", ["weight"]), [torch.zeros(2)]
-        >>> for _ in range(2):
-        ...     passes.begin_forward()
-        ...     passes.begin_backward(parameters)
-        ...     parameters[0] += 1
-        >>> str(passes)
-        'backward pass 2 of fully_shard, after forward pass 2 and 1 change of parameters'
     """
 
     __slots__ = (

@@ -57,31 +57,12 @@ def mark_replaced(
 ) -> None:
     """Make optimizers that step ``old`` raise until the module has ``old`` again. Local.
 
-    Call it when ``old`` was removed, or replaced by another parameter. The mark ends with the
-    tensor or the module. If the module has the same tensor again at the time of a step, nothing
-    raises. The call takes three microseconds.
-
-    Args:
-        old: The parameter that the module no longer has.
-        owner: The module that had ``old``: the submodule itself, not the model.
-        attribute: The parameter's name in ``owner``.
-        name: The full name in the model, for errors; "": ``attribute``.
-        by: The function that replaced it, for errors: ``"parallelize_module"``.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2, bias=False)
-        >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> old, model.weight = model.weight, nn.Parameter(torch.zeros(2, 2))
-        >>> mark_replaced(old, model, "weight", by="an assignment")
-        >>> optimizer.step()
-        Traceback (most recent call last):
-            ...
-        RuntimeError: SGD.step() would change what the model does not have: 'weight' (Parameter of
-        [2, 2]), which an assignment has replaced by Parameter of [2, 2]. Make the optimizer after
-        an assignment, of the parameters that the model has then
+    The mark ends with the tensor, or with ``owner``, the submodule that had it as ``attribute``.
+    Errors say the full ``name`` in the model, and the function ``by`` which it was replaced.
     """
-    _mark(old, _Replaced(weakref.ref(owner), attribute, name or attribute, by))
+    global _last_mark
+    _marks[old] = _Replaced(weakref.ref(owner), attribute, name or attribute, by)
+    _last_mark = next(_numbers)
 
 
 @contextmanager
@@ -114,12 +95,6 @@ class ParameterPlaces:
         for owner, attribute, name, parameter in self._places:
             if id(parameter) not in now:
                 mark_replaced(parameter, owner, attribute, name=name, by=by)
-
-
-def _mark(tensor: Tensor, mark: _Replaced) -> None:
-    global _last_mark
-    _marks[tensor] = mark
-    _last_mark = next(_numbers)
 
 
 def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ that the subclass does stays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BEFORE, _SYNCHRONISED = "_class_before", "_synchronised_class"
 
 
-class AnyDimBatchNorm(_BatchNorm):
+class _AnyDimBatchNorm(_BatchNorm):
     """Batch normalisation of inputs with two dims or more."""
 
     def _check_input_dim(self, input: Any) -> None:
@@ -37,44 +38,13 @@ class AnyDimBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
-    """Give a batch normalisation the synchronised class, for a group; leave other modules alone.
-    Local.
-
-    Check before with :func:`check_can_synchronise`, which raises for layers that cannot change.
-    """
-    if _is_batch_norm(layer) and not isinstance(layer, synchronised):
-        made: Any = _with_base(type(layer), layer, lambda base: _class_of(base, synchronised))
-        layer.__class__ = made
-        layer.process_group = group
-
-
-def desynchronise(layer: Any, synchronised: Any) -> None:
-    """Undo :func:`synchronise`; leave other modules alone. Local.
-
-    A layer of a user's subclass gets the former class back. Every other synchronised layer becomes
-    an :class:`AnyDimBatchNorm`.
-    """
-    if isinstance(layer, synchronised):
-        made: Any = _with_base(
-            type(layer), layer, lambda base: vars(base).get(_BEFORE, AnyDimBatchNorm)
-        )
-        layer.__class__ = made
-        del layer.process_group
-
-
-def _is_batch_norm(layer: Any) -> bool:
-    """True if the layer's class is, or inherits from, a batch normalisation of torch."""
-    return isinstance(layer, _BatchNorm)
-
-
-def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> None:
+def _check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> None:
     """Raise if a batch normalisation cannot become synchronised by a change of class. Local.
 
     Raises:
         TypeError: The layer's class has a forward that does not call ``super().forward``.
     """
-    if not _is_batch_norm(layer) or isinstance(layer, synchronised):
+    if not isinstance(layer, _BatchNorm) or isinstance(layer, synchronised):
         return
     kind = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
     for each in kind.__mro__:
@@ -91,8 +61,9 @@ def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> Non
             )
 
 
-def _with_base(kind: Any, layer: nn.Module, change: Any) -> Any:
-    """The class ``change(kind)``; for a parametrized layer ``change`` gets the class below."""
+def _with_base(layer: nn.Module, change: Callable[[Any], Any]) -> Any:
+    """The changed class of a layer; of a parametrized layer ``change`` gets the class below."""
+    kind: Any = type(layer)
     if not is_parametrized(layer):
         return change(kind)
     own = {name: value for name, value in vars(kind).items() if name not in _AUTOMATIC}
@@ -292,9 +263,12 @@ class SyncBatchNorm(_BatchNorm):
         """
         check_is_module(module, "convert_sync_batchnorm")
         for name, layer in module.named_modules():
-            check_can_synchronise(name, layer, cls)
-        for layer in module.modules():
-            synchronise(layer, cls, process_group)
+            _check_can_synchronise(name, layer, cls)
+        plain = (each for each in module.modules() if isinstance(each, _BatchNorm))
+        layers: list[Any] = [each for each in plain if not isinstance(each, cls)]
+        for layer in layers:
+            layer.__class__ = _with_base(layer, lambda base: _class_of(base, cls))
+            layer.process_group = process_group
         return module
 
     @classmethod
@@ -305,8 +279,11 @@ class SyncBatchNorm(_BatchNorm):
         layers accept inputs with any number of dims.
         """
         check_is_module(module, "revert_sync_batchnorm")
-        for layer in module.modules():
-            desynchronise(layer, SyncBatchNorm)
+        layers: list[Any] = [each for each in module.modules() if isinstance(each, SyncBatchNorm)]
+        for layer in layers:
+            former = _with_base(layer, lambda base: vars(base).get(_BEFORE, _AnyDimBatchNorm))
+            layer.__class__ = former
+            del layer.process_group
         return module
 
 

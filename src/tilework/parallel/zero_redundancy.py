@@ -54,19 +54,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Raises:
         ValueError: There are no parameters.
         TypeError: ``optimizer_class`` is not a subclass of Optimizer.
-
-    Example:
-        >>> import torch
-        >>> from tilework.parallel import ZeroRedundancyOptimizer
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     model = torch.nn.Linear(2, 2)
-        ...     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-        ...     model(torch.ones(1, 2)).sum().backward()
-        ...     optimizer.step()
-        ...     return len(optimizer.optim.state)
-        >>> run_ranks(2, program)
-        [1, 1]
     """
 
     def __init__(

@@ -130,12 +130,7 @@ def axis(ticks: Iterable[tuple[float, str]], top: float, bottom: float) -> Itera
 
 
 def round_numbers(largest: float) -> list[float]:
-    """At most eleven round numbers from 0 to ``largest``.
-
-    Example:
-        >>> round_numbers(27.0)
-        [0.0, 5.0, 10.0, 15.0, 20.0, 25.0]
-    """
+    """At most eleven round numbers from 0 to ``largest``."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(power * n for n in (0.1, 0.2, 0.5, 1.0) if largest / (power * n) <= 10)
     return [number * step for number in range(int(largest / step) + 1)]

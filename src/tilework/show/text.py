@@ -31,12 +31,7 @@ def bytes_text(n: float) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> count_text(1, "file"), count_text(2000, "file")
-        ('1 file', '2,000 files')
-    """
+    """A number of things."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 

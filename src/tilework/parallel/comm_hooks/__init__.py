@@ -2,9 +2,7 @@
 
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.comm_hooks.hooks import (
-    BucketRecord,
     PostLocalSGDState,
-    RecordState,
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
@@ -16,7 +14,6 @@ from tilework.parallel.comm_hooks.hooks import (
     post_localSGD_hook,
     quantization_perchannel_hook,
     quantization_pertensor_hook,
-    recording_hook,
 )
 from tilework.parallel.comm_hooks.powersgd import (
     CompressionStats,
@@ -29,14 +26,12 @@ from tilework.parallel.comm_hooks.registration import DDPCommHookType, register_
 from tilework.parallel.comm_hooks.slow_links import SlowLinks, slow_links_hook
 
 __all__ = [
-    "BucketRecord",
     "CommHook",
     "CompressionStats",
     "DDPCommHookType",
     "GradBucket",
     "PostLocalSGDState",
     "PowerSGDState",
-    "RecordState",
     "SlowLinks",
     "allreduce_hook",
     "batched_powerSGD_hook",
@@ -52,7 +47,6 @@ __all__ = [
     "powerSGD_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
-    "recording_hook",
     "register_ddp_comm_hook",
     "slow_links_hook",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
 from tilework.parallel.comm_hooks.hooks import (
@@ -23,41 +22,19 @@ from tilework.parallel.comm_hooks.powersgd import (
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks that :func:`register_ddp_comm_hook` knows."""
+    """The hooks that :func:`register_ddp_comm_hook` knows: each with the rank of PowerSGD, or 0."""
 
-    ALLREDUCE = "allreduce_hook"
-    FP16_COMPRESS = "fp16_compress_hook"
-    BF16_COMPRESS = "bf16_compress_hook"
-    QUANTIZE_PER_TENSOR = "quantization_pertensor_hook"
-    QUANTIZE_PER_CHANNEL = "quantization_perchannel_hook"
-    POWER_SGD = "powerSGD_hook of rank 1"
-    POWER_SGD_RANK2 = "powerSGD_hook of rank 2"
-    BATCHED_POWER_SGD = "batched_powerSGD_hook of rank 1"
-    BATCHED_POWER_SGD_RANK2 = "batched_powerSGD_hook of rank 2"
-    NOOP = "noop_hook"
-    POST_LOCAL_SGD = "post_localSGD_hook"
-
-
-_Kind = DDPCommHookType
-_HOOKS: dict[DDPCommHookType, Callable[..., Any]] = {
-    _Kind.ALLREDUCE: allreduce_hook,
-    _Kind.FP16_COMPRESS: fp16_compress_hook,
-    _Kind.BF16_COMPRESS: bf16_compress_hook,
-    _Kind.QUANTIZE_PER_TENSOR: quantization_pertensor_hook,
-    _Kind.QUANTIZE_PER_CHANNEL: quantization_perchannel_hook,
-    _Kind.POWER_SGD: powerSGD_hook,
-    _Kind.POWER_SGD_RANK2: powerSGD_hook,
-    _Kind.BATCHED_POWER_SGD: batched_powerSGD_hook,
-    _Kind.BATCHED_POWER_SGD_RANK2: batched_powerSGD_hook,
-    _Kind.NOOP: noop_hook,
-    _Kind.POST_LOCAL_SGD: post_localSGD_hook,
-}
-_RANKS = {
-    _Kind.POWER_SGD: 1,
-    _Kind.POWER_SGD_RANK2: 2,
-    _Kind.BATCHED_POWER_SGD: 1,
-    _Kind.BATCHED_POWER_SGD_RANK2: 2,
-}
+    ALLREDUCE = allreduce_hook, 0
+    FP16_COMPRESS = fp16_compress_hook, 0
+    BF16_COMPRESS = bf16_compress_hook, 0
+    QUANTIZE_PER_TENSOR = quantization_pertensor_hook, 0
+    QUANTIZE_PER_CHANNEL = quantization_perchannel_hook, 0
+    POWER_SGD = powerSGD_hook, 1
+    POWER_SGD_RANK2 = powerSGD_hook, 2
+    BATCHED_POWER_SGD = batched_powerSGD_hook, 1
+    BATCHED_POWER_SGD_RANK2 = batched_powerSGD_hook, 2
+    NOOP = noop_hook, 0
+    POST_LOCAL_SGD = post_localSGD_hook, 0
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
@@ -90,7 +67,7 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
             f"register_ddp_comm_hook takes a member of DDPCommHookType, got {comm_hook_type!r}; "
             f"model.register_comm_hook(state, hook) takes any hook"
         )
-    rank = _RANKS.get(comm_hook_type)
-    if rank is not None and not isinstance(state, PowerSGDState):
+    hook, rank = comm_hook_type.value
+    if rank and not isinstance(state, PowerSGDState):
         state = PowerSGDState(process_group=state, matrix_approximation_rank=rank)
-    model.register_comm_hook(state, _HOOKS[comm_hook_type])
+    model.register_comm_hook(state, hook)

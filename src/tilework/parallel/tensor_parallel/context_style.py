@@ -41,20 +41,6 @@ class ContextParallel(Style):
     Raises:
         ValueError: There is no such way, or number of turns; or, on a forward, no input has the dim
             ``sequence_dim``.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import ContextParallel, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        ...     parallelize_module(layer, mesh, ContextParallel())
-        ...     return layer(torch.ones(1, 6, 8)).to_local().shape
-        >>> run_ranks(2, program)[0]
-        torch.Size([1, 3, 8])
     """
 
     def __init__(

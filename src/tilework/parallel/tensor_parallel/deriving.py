@@ -136,33 +136,13 @@ def parallelize(
 ) -> nn.Module:
     """Make a model tensor parallel, in place, without a plan: with the plan of :func:`derive_plan`.
 
-    Collective over the mesh; blocks. The mesh's first rank prints what was decided and why.
+    Collective over the mesh; blocks. The mesh's first rank prints what was decided and why. The
+    arguments and errors are those of :func:`derive_plan`; ``src_data_rank`` is as for
+    :func:`~tilework.dtensor.distribute_tensor`.
 
-    Args:
-        model: As for :func:`derive_plan`.
-        device_mesh: As for :func:`derive_plan`.
-        example: As for :func:`derive_plan`.
-        src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
+    Example::
 
-    Raises:
-        TypeError: As :func:`derive_plan`.
-        ValueError: As :func:`derive_plan`.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import parallelize
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        ...     parallelize(mlp, init_device_mesh("cpu", (2,)), (torch.ones(4, 64),))
-        ...     return mlp[0].weight.to_local().shape
-        >>> run_ranks(2, program)[0]
-        tensor parallel over 2 ranks:
-        0 by columns, 2 by rows: a rank holds 68.5 KiB less, receives 1 KiB
-        in all a rank receives 1 KiB in a forward
-        torch.Size([128, 64])
+        parallelize(model, mesh, {"input_ids": tokens})
     """
     mesh = _mesh(device_mesh)
     plan = derive_plan(model, mesh, example)

@@ -72,26 +72,6 @@ class ExpertParallel(Style):
             experts, in the module's eval mode: two experts of a row, weighed, must give the sum of
             each expert's result, up to rounding.
         CollectiveMismatchError: By ``parallelize_module``: ranks have other arguments.
-
-    Example:
-        >>> import torch
-        >>> from tilework.dtensor import init_device_mesh
-        >>> from tilework.parallel import ExpertParallel, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> class Scales(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.scale = torch.nn.Parameter(torch.tensor([1.0, 10.0, 100.0]))
-        ...
-        ...     def forward(self, rows, experts, weights):
-        ...         return (self.scale[experts] * weights).sum(1, keepdim=True) * rows
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     experts = parallelize_module(Scales(), mesh, ExpertParallel())
-        ...     rows, weights = torch.ones(1, 1), torch.ones(1, 1)
-        ...     return experts(rows, torch.tensor([[2 * rank]]), weights).item()
-        >>> run_ranks(2, program)
-        [1.0, 100.0]
     """
 
     def __init__(
@@ -496,22 +476,10 @@ def balance_loss(
         ValueError: No forward was made; weights are constant; or ``mesh`` has an axis where rows
             are replicated, or DTensors.
 
-    Example:
-        >>> import torch
-        >>> from tilework.dtensor import init_device_mesh
-        >>> from tilework.parallel import (
-        ...     ExpertParallel, balance_loss, expert_report, parallelize_module)
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     module = torch.nn.Module()
-        ...     module.scale = torch.nn.Parameter(torch.ones(2, 1))  # of two experts
-        ...     module.forward = lambda rows, ids, w: rows * module.scale[ids[:, 0]] * w
-        ...     parallelize_module(module, init_device_mesh("cpu", (2,)), ExpertParallel())
-        ...     weights = torch.full((3, 1), 0.5, requires_grad=True)
-        ...     out = module(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), weights)
-        ...     return balance_loss(module).item(), expert_report(module).layers[0].rows
-        >>> run_ranks(2, program)[0]  # all rows to the first of two experts, with weight 0.5
-        (1.0, (6, 0))
+    Example::
+
+        loss = loss_of(model(rows)) + 0.01 * balance_loss(model)
+        loss.backward()
     """
     found, numbers, weights, lengths = _experts_in(model), [], [], []
     if router_logits is not None and len(router_logits) != len(found):

@@ -21,11 +21,6 @@ class ParallelStyle:
     distributes parameters, then calls :meth:`attach`. A style written for torch has a method
     ``_apply(module, device_mesh)`` instead, which does all of this and returns the module, or the
     module to replace it. It is called after the other styles, with the whole mesh.
-
-    Example:
-        >>> from tilework.parallel import ColwiseParallel
-        >>> issubclass(ColwiseParallel, ParallelStyle)
-        True
     """
 
     #: The ``src_data_rank`` given to parallelize_module, for styles with ``_apply``.
@@ -56,12 +51,7 @@ class ParallelStyle:
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """The dims of a linear layer's weight for outputs and inputs; None for other layers.
-
-    Example:
-        >>> linear_dims(nn.Linear(3, 2)), linear_dims(nn.LayerNorm(3))
-        ((0, 1), None)
-    """
+    """The dims of a linear layer's weight for outputs and inputs; None for other layers."""
     if isinstance(module, nn.Linear):
         return 0, 1
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # of transformers
@@ -150,19 +140,6 @@ class ColwiseParallel(_ShardedLayer):
         output_layouts: The output's layout; None: sharded in the last dim, as computed. With sizes,
             as in ``Shard(-1, sizes=(2, 1))``, they also give each rank's number of features.
         use_local_output: Whether the output is the local tensor; else a DTensor.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import ColwiseParallel, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     linear = parallelize_module(nn.Linear(3, 8), mesh, ColwiseParallel())
-        ...     return linear(torch.ones(5, 3)).shape
-        >>> run_ranks(2, program)[0]
-        torch.Size([5, 4])
     """
 
     _default_output = Shard(-1)
@@ -235,19 +212,6 @@ class SequenceParallel(Style):
     Args:
         sequence_dim: The dim of the input that is the sequence.
         use_local_output: Whether the output is the local tensor; else a DTensor.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import SequenceParallel, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     norm = parallelize_module(nn.LayerNorm(3), mesh, SequenceParallel())
-        ...     return norm(torch.ones(5, 4, 3)).shape  # four of eight places
-        >>> run_ranks(2, program)[0]
-        torch.Size([5, 8, 3])
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -428,22 +392,6 @@ class PrepareModuleOutput(_WithoutParameters):
     Raises:
         ValueError: Layouts and desired layouts do not match; or, on forward, there are not as many
             outputs as layouts.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.layout import Replicate, Shard
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import PrepareModuleOutput, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     parts = PrepareModuleOutput(
-        ...         output_layouts=Replicate(), desired_output_layouts=Shard(0)
-        ...     )
-        ...     return parallelize_module(nn.Tanh(), mesh, parts)(torch.ones(6, 3)).shape
-        >>> run_ranks(2, program)[0]
-        torch.Size([3, 3])
     """
 
     def __init__(
