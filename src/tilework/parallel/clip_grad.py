@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, cast
@@ -11,24 +10,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.groups import new_group
-from tilework.comm.operations.internal import all_gather_object
+from tilework.comm.operations.internal import all_gather_object, all_reduce
 from tilework.comm.world import current_world, get_default_group, get_rank, get_world_size
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import is_torch_dtensor, layout_of
 from tilework.mesh import DeviceMesh
 
 
-class PartOfParameters(list[Tensor], ABC):
-    """Some of a model's parameters, while other ranks have others: the stages of a pipeline."""
+class PartOfParameters(list[Tensor]):
+    """Some of a model's parameters, while other ranks have others: the stages of a pipeline.
 
-    @abstractmethod
-    def counted(self) -> list[Tensor]:
-        """The parameters that no other rank counts. Local."""
+    ``elsewhere`` has the identities of those that another rank of the group counts.
+    """
 
-    @abstractmethod
-    def norm_of_all(self, mine: Tensor, norm_type: float) -> Tensor:
-        """The norm over all parts, from the norm of those counted here. Collective; blocks."""
+    def __init__(
+        self, parameters: Iterable[Tensor], elsewhere: Container[int], group: ProcessGroup
+    ) -> None:
+        super().__init__(parameters)
+        self.elsewhere, self.group = elsewhere, group
 
 
 @torch.no_grad()
@@ -73,14 +74,15 @@ def clip_grad_norm_(
     """
     norm_type = float(norm_type)
     part = parameters if isinstance(parameters, PartOfParameters) else None
-    by_mesh = _grads_by_mesh(parameters if part is None else part.counted())
+    counted = None if part is None else [x for x in part if id(x) not in part.elsewhere]
+    by_mesh = _grads_by_mesh(parameters if counted is None else counted)
     norms = _norms_here(by_mesh, norm_type)
     if not norms and part is None:
         return torch.tensor(0.0)
     every = torch.cat(_of_one_dtype(norms)) if norms else torch.zeros(1)
     total = cast(Tensor, torch.linalg.vector_norm(every, norm_type))
     if part is not None:
-        total, by_mesh = part.norm_of_all(total, norm_type), _grads_by_mesh(part)
+        total, by_mesh = _norm_of_parts(total, norm_type, part.group), _grads_by_mesh(part)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so "
@@ -88,6 +90,14 @@ def clip_grad_norm_(
         )
     _scale(by_mesh, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
+
+
+def _norm_of_parts(mine: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
+    """The norm over the parts of all ranks. Collective over the group; blocks."""
+    is_max = norm_type == float("inf")
+    power = (mine if is_max else mine**norm_type).double().clone()
+    all_reduce(power, ReduceOp.MAX if is_max else ReduceOp.SUM, group)
+    return (power if is_max else power ** (1 / norm_type)).to(mine.dtype)
 
 
 def _norms_here(by_mesh: Mapping[Any, list[Tensor]], norm_type: float) -> list[Tensor]:

@@ -19,8 +19,6 @@ LETTERS: Final[dict[Kind, str]] = {
     "free": "X",
     "reduce": "R",
 }
-#: The kind of each letter.
-KINDS: Final[dict[str, Kind]] = {letter: kind for kind, letter in LETTERS.items()}
 #: The kinds that are of a whole stage, not of a microbatch.
 WHOLE: Final[frozenset[str]] = frozenset(("gather", "free", "reduce"))
 
@@ -28,9 +26,8 @@ WHOLE: Final[frozenset[str]] = frozenset(("gather", "free", "reduce"))
 class Action(NamedTuple):
     """Something that a rank does with a stage, and with a microbatch.
 
-    The kinds: "forward"; "backward", or the two halves "input_gradient" and "weights"; "gather" and
-    "free" a stage's sharded parameters; "reduce" a stage's gradients. The last three are of no
-    microbatch (-1).
+    "gather" and "free" are of a stage's sharded parameters, "reduce" is of a stage's gradients;
+    these are of no microbatch (-1).
     """
 
     kind: Kind
@@ -48,8 +45,7 @@ class Action(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """An activation, or the gradient of an activation, that an action sends to the rank that needs
-    it.
+    """An activation, or the gradient of an activation, that goes to the rank that needs it.
 
     ``number``, the place in the order of all messages of a schedule, can be the tag, since both
     ranks count the same.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tilework.parallel.pipelines.actions import Action, Kind, StageCost
+from tilework.parallel.pipelines.proof import Orders, needs
 
-Orders = tuple[tuple[Action, ...], ...]
 #: From a microbatch, and the place of a stage among the rank's stages: the less, the more urgent.
 Key = Callable[[int, int], tuple[int, ...]]
 
@@ -33,11 +34,13 @@ class Rules:
     def urgencies(self) -> tuple[tuple[Kind, ...], ...]:
         """The orders of kinds that are worth trying."""
         if self.split:
-            fill_later: tuple[Kind, ...] = ("forward", "input_gradient", "weights")
-            return fill_later, ("forward", "weights", "input_gradient")
-        return (("forward", "backward"),) if self.phased else (
-            ("forward", "backward"), ("backward", "forward"),
-        )  # fmt: skip
+            return ("forward", "input_gradient", "weights"), (
+                "forward",
+                "weights",
+                "input_gradient",
+            )
+        forwards_first: tuple[Kind, ...] = ("forward", "backward")
+        return (forwards_first,) if self.phased else (forwards_first, forwards_first[::-1])
 
 
 def list_orders(
@@ -50,14 +53,14 @@ def list_orders(
     equal = (StageCost(),) * len(home)
     runs = product(rules.urgencies, dict.fromkeys((tuple(costs), equal)))
     tried = [_Scheduler(home, microbatches, rules, kinds, planned) for kinds, planned in runs]
-    found = [each.orders() for each in tried if each.run()]
+    found = [each.rows for each in tried if each.run()]
     if not found:
         # Limits may stop all ranks, but not if every microbatch that has begun has room to end.
         few = min(most // home.count(rank) for rank, most in zip(home, rules.live, strict=True))
         rules = replace(rules, flight=[few] * len(home))
         careful = _Scheduler(home, microbatches, rules, rules.urgencies[0], costs)
         careful.run()
-        found = [careful.orders()]
+        found = [careful.rows]
     return found
 
 
@@ -76,21 +79,22 @@ class _Scheduler:
         costs: Sequence[StageCost],
     ) -> None:
         self.home, self.microbatches, self.rules, self.costs = home, microbatches, rules, costs
-        ranks = max(home) + 1
-        self._rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self._own = [[s for s, rank in enumerate(home) if rank == r] for r in range(ranks)]
-        self._place = {s: n for own in self._own for n, s in enumerate(own)}
-        self._live = [0] * ranks
-        self._free_at = [0.0] * ranks
+        self.urgency = urgency
+        #: The actions of each rank.
+        self.rows: list[list[Action]] = [[] for _ in range(max(home) + 1)]
+        self._own = [
+            [s for s, of in enumerate(home) if of == rank] for rank in range(len(self.rows))
+        ]
+        self._free_at = [0.0] * len(self.rows)
         self._ends: dict[Action, float] = {}
-        self._backward: Kind = "input_gradient" if rules.split else "backward"
-        self._level = {kind: level for level, kind in enumerate(urgency)}
+        #: For each kind and stage the microbatch that is next, which is how many are done.
         self._next = {(kind, stage): 0 for kind in urgency for stage in range(len(home))}
-        self._left = [microbatches * len(own) for own in self._own]
+        every = product(self._next, range(microbatches))
+        self._every = frozenset(Action(*which, number) for which, number in every)
 
     def run(self) -> bool:
         """Do all actions; False if limits stopped all ranks."""
-        events = [(0.0, rank) for rank in range(len(self._rows))]
+        events = [(0.0, rank) for rank in range(len(self.rows))]
         while events:
             now, rank = heapq.heappop(events)
             if now < self._free_at[rank]:
@@ -98,68 +102,45 @@ class _Scheduler:
             action = min(self._ready(rank, now), key=self._urgency, default=None)
             if action is None:
                 continue
-            self._do(rank, action, now)
-            stage = action.stage
-            for other in {self.home[s] for s in (stage, max(stage - 1, 0))} | set(
-                self.home[stage + 1 : stage + 2]
-            ):
+            kind, stage, _ = action
+            self.rows[rank].append(action)
+            self._next[kind, stage] += 1
+            self._free_at[rank] = self._ends[action] = now + self.costs[stage].of(kind)
+            for other in set(self.home[max(stage - 1, 0) : stage + 2]):
                 heapq.heappush(events, (self._free_at[rank], other))
         return all(number == self.microbatches for number in self._next.values())
 
-    def orders(self) -> Orders:
-        """The actions of each rank."""
-        return tuple(map(tuple, self._rows))
-
-    def _do(self, rank: int, action: Action, now: float) -> None:
-        kind, stage, _ = action
-        self._rows[rank].append(action)
-        self._next[kind, stage] += 1
-        self._left[rank] -= kind == "forward"
-        self._live[rank] += (kind == "forward") - (kind in ("backward", "weights"))
-        self._free_at[rank] = self._ends[action] = now + self.costs[stage].of(kind)
-
     def _ready(self, rank: int, now: float) -> Iterator[Action]:
-        for (kind, stage), n in self._next_of(rank):
-            action = Action(kind, stage, n)
-            if kind == "forward":
-                ready = self._has_room(rank, action) and self._done(kind, stage - 1, n, now)
-            elif kind == "weights":
-                ready = n < self._next[self._backward, stage]
-            else:
-                waits = self.rules.phased and self._left[rank]
-                ready = not waits and self._done("forward", stage, n, now)
-                ready = ready and self._done(kind, stage + 1, n, now)
-            if ready:
-                yield action
+        for stage, kind in product(self._own[rank], self.urgency):
+            action = Action(kind, stage, self._next[kind, stage])
+            if action.microbatch < self.microbatches and self._is_allowed(rank, action):
+                needed = needs(action, self._every, len(self.home))
+                if all(self._ends.get(need, math.inf) <= now for need in needed):
+                    yield action
 
-    def _next_of(self, rank: int) -> Iterator[tuple[tuple[Kind, int], int]]:
-        for stage in self._own[rank]:
-            for kind in self._level:
-                number = self._next[kind, stage]
-                if number < self.microbatches:
-                    yield (kind, stage), number
-
-    def _has_room(self, rank: int, forward: Action) -> bool:
-        """True if the limits allow a forward.
+    def _is_allowed(self, rank: int, action: Action) -> bool:
+        """True if the rules allow an action.
 
         The last room for an activation is for the rank's last stage, unless a microbatch that has
         passed that stage will come back to free another: else the rank might never go on.
         """
-        _, stage, number = forward
-        first, last = self._own[rank][0], self._own[rank][-1]
-        backward = self._next[self._backward, stage]
-        returned = self._next[self._backward, first]
-        returns = stage == last or self._next["forward", last] > returned
-        room = self.rules.live[stage] - self._live[rank] - (not returns)
-        return room > 0 and number - backward < self.rules.flight[stage]
+        kind, stage, number = action
+        if kind != "forward":
+            return not (self.rules.phased and self._has_forwards(rank))
+        own, done = self._own[rank], self._next
+        backward: Kind = "input_gradient" if self.rules.split else "backward"
+        frees: Kind = "weights" if self.rules.split else "backward"
+        live = sum(done["forward", each] - done[frees, each] for each in own)
+        returns = stage == own[-1] or done["forward", own[-1]] > done[backward, own[0]]
+        room = self.rules.live[stage] - live - (not returns)
+        return room > 0 and number - done[backward, stage] < self.rules.flight[stage]
 
-    def _done(self, kind: Kind, stage: int, number: int, now: float) -> bool:
-        """True if an action is done, or if there is no such stage."""
-        outside = not 0 <= stage < len(self.home)
-        return outside or self._ends.get(Action(kind, stage, number), now + 1) <= now
+    def _has_forwards(self, rank: int) -> bool:
+        return any(self._next["forward", stage] < self.microbatches for stage in self._own[rank])
 
     def _urgency(self, action: Action) -> tuple[int, ...]:
         kind, stage, number = action
-        late = kind == "weights" and not self._left[self.home[stage]]
+        own = self._own[self.home[stage]]
+        late = kind == "weights" and not self._has_forwards(self.home[stage])
         key = self.rules.forward_key if kind == "forward" else self.rules.backward_key
-        return (self._level[kind] + 2 * late, *key(number, self._place[stage]))
+        return (self.urgency.index(kind) + 2 * late, *key(number, own.index(stage)))

@@ -1,89 +1,36 @@
-"""Schedules as text, as pictures, and from torch's tables."""
+"""Orders of actions, read from a schedule's text and from torch's tables."""
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 
-from tilework.parallel.pipelines.actions import KINDS, Action, Kind, StageCost
-from tilework.parallel.pipelines.proof import Orders, Timing
-from tilework.show import Page, Span, TextTable, timeline
+from tilework.parallel.pipelines.actions import LETTERS, Action, Kind, StageCost
 
+_KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
 #: The kinds in torch's tables. Sends and receives, which follow from the order, are None.
 _TORCH: dict[str, Kind | None] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input_gradient",
-    "W": "weights",
+    **{letter: _KINDS[letter] for letter in "FBIW"},
     "UNSHARD": "gather",
     "RESHARD": "free",
     "REDUCE_GRAD": "reduce",
-    "SEND_F": None,
-    "RECV_F": None,
-    "SEND_B": None,
-    "RECV_B": None,
+    **dict.fromkeys(("SEND_F", "RECV_F", "SEND_B", "RECV_B")),
 }
-_COLOURS: dict[str, tuple[str, str]] = {
-    "forward": ("#60a5fa", "forward"),
-    "backward": ("#34d399", "backward"),
-    "input_gradient": ("#34d399", "input gradient"),
-    "weights": ("#fbbf24", "weights"),
-}
-_COSTS = "costs"
-
-
-def text(
-    headline: str,
-    orders: Orders,
-    home: Sequence[int],
-    costs: Sequence[StageCost],
-    timing: Timing,
-) -> str:
-    """A table of ranks x time, below a headline; a column for each time at which an action starts.
-
-    Stages are named unless rank r has stage r alone.
-    """
-    times = sorted({start for starts in timing.starts for start in starts})
-    named = list(home) != list(range(len(orders)))
-    rows = [
-        [f"rank {rank}", *_cells(times, row, starts, costs, named)]
-        for rank, (row, starts) in enumerate(zip(orders, timing.starts, strict=True))
-    ]
-    table = TextTable(["time", *(f"{time:g}" for time in times)], rows)
-    spent = "; ".join(" ".join(f"{time!r}" for time in cost) for cost in costs)
-    plain = all(cost == StageCost() for cost in costs)
-    return str(Page(headline, *([] if plain else [f"{_COSTS} {spent}"]), table))
-
-
-def _cells(
-    times: Sequence[float],
-    row: Sequence[Action],
-    starts: Sequence[float],
-    costs: Sequence[StageCost],
-    named: bool,
-) -> Iterator[str]:
-    """For each time the actions of a rank that start; "-" while the last goes on, else "."."""
-    at, end = 0, 0.0
-    for time in times:
-        here = []
-        while at < len(row) and starts[at] == time:
-            end = time + costs[row[at].stage].of(row[at].kind)
-            here.append(str(row[at]) if named else str(row[at])[len(str(row[at].stage)) :])
-            at += 1
-        yield "+".join(here) or ("-" if time < end else ".")
+#: The word before the costs of stages in a text.
+COSTS = "costs"
 
 
 def read_text(written: str) -> tuple[list[list[Action]], list[StageCost]]:
-    """The actions of each rank, and the costs if there are any, from what :func:`text` wrote."""
+    """The actions of each rank, and the costs if there are any, from a schedule's text."""
     rows: dict[int, list[Action]] = {}
     costs: list[StageCost] = []
     ranks = None
     for line in filter(str.strip, written.splitlines()):
         first, *words = line.split()
-        if first == _COSTS:
+        if first == COSTS:
             costs = [_cost(each) for each in " ".join(words).split(";")]
         elif first == "rank" and words and words[0].isdecimal() and int(words[0]) not in rows:
             tokens = (token for word in words[1:] for token in word.split("+"))
@@ -108,12 +55,12 @@ def _cost(told: str) -> StageCost:
 
 def _action(token: str, rank: int) -> Action:
     match = re.fullmatch(r"(\d*)([A-Z])(\d*)", token)
-    if match is None or match[2] not in KINDS:
+    if match is None or match[2] not in _KINDS:
         raise ValueError(
-            f"rank {rank}: got {token!r}; expected a letter of {' '.join(KINDS)} between"
+            f"rank {rank}: got {token!r}; expected a letter of {' '.join(_KINDS)} between"
             ' the numbers of stage and microbatch, such as "2F0" or "F0"'
         )
-    return Action(KINDS[match[2]], int(match[1] or rank), int(match[3] or -1))
+    return Action(_KINDS[match[2]], int(match[1] or rank), int(match[3] or -1))
 
 
 def _by_rank(rows: Mapping[int, list[Action]], ranks: int | None = None) -> list[list[Action]]:
@@ -153,26 +100,3 @@ def _torch_row(row: Iterable[object]) -> Iterator[Action]:
             kind = _TORCH[match[2]]
             if kind is not None:
                 yield Action(kind, int(match[1]), int(match[3] or -1))
-
-
-def picture(
-    headline: str,
-    orders: Orders,
-    costs: Sequence[StageCost],
-    timing: Timing,
-    inherits: bool,
-) -> str:
-    """An SVG document of ranks x time."""
-    rows = []
-    for rank, (row, starts) in enumerate(zip(orders, timing.starts, strict=True)):
-        spans = [
-            Span(start, start + time, a.kind, a.words, str(a.microbatch))
-            for a, start in zip(row, starts, strict=True)
-            if (time := costs[a.stage].of(a.kind))
-        ]
-        rows.append((f"rank {rank}", spans))
-    used = {a.kind for row in orders for a in row}
-    kinds: dict[str, tuple[str, str]] = {
-        kind: look for kind, look in _COLOURS.items() if kind in used
-    }
-    return timeline(headline, rows, kinds, inherits, unit="")

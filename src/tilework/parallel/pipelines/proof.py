@@ -15,7 +15,7 @@ the receive before needing any message after *n*.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from tilework.parallel.pipelines.actions import (
 )
 from tilework.wait_graph import IN_A_CIRCLE, cycle_through
 
+#: The actions of each rank.
 Orders = Sequence[Sequence[Action]]
 #: Faults that an error tells.
 _MOST = 4
@@ -53,8 +54,8 @@ class _Wait(NamedTuple):
     need: Action
 
 
-def needs(action: Action, orders_have: Mapping[Action, int], stages: int) -> Iterator[Action]:
-    """The actions whose values ``action`` needs, of those that all orders have."""
+def needs(action: Action, every: Container[Action], stages: int) -> Iterator[Action]:
+    """The actions whose values ``action`` needs; ``every`` has all actions of all ranks."""
     kind, stage, microbatch = action
     if kind == "forward" and stage:
         yield Action("forward", stage - 1, microbatch)
@@ -64,7 +65,7 @@ def needs(action: Action, orders_have: Mapping[Action, int], stages: int) -> Ite
         yield Action("forward", stage, microbatch)
         if stage + 1 < stages:
             whole = Action("backward", stage + 1, microbatch)
-            yield whole if whole in orders_have else whole._replace(kind="input_gradient")
+            yield whole if whole in every else whole._replace(kind="input_gradient")
 
 
 def checked_action(action: object) -> Action:
@@ -81,13 +82,12 @@ def checked_action(action: object) -> Action:
 
 def check_complete(orders: Orders, home: Sequence[int], microbatches: int) -> None:
     """Raise ValueError unless each action is there once, on the rank of its stage."""
-    found: Counter[Action] = Counter()
     for rank, actions in enumerate(orders):
         if not actions:
             raise ValueError(f"rank {rank} has no action: give it a stage, or leave it out")
         for action in actions:
             _check_place(action, rank, home, microbatches)
-        found.update(action for action in actions if action.kind not in WHOLE)
+    found = Counter(action for action in chain(*orders) if action.kind not in WHOLE)
     twice = (f"{action.words} is there {n} times" for action, n in found.items() if n > 1)
     others = (_wrong(s, m, found) for m in range(microbatches) for s in range(len(home)))
     # The first few: a wrong number of a microbatch would make very many.
@@ -162,7 +162,7 @@ def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> T
     Raises:
         ValueError: Ranks wait for each other in a circle, which the error names.
     """
-    have = {action: rank for rank, actions in enumerate(orders) for action in actions}
+    every = frozenset(chain(*orders))
     starts: list[list[float]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
     clock = [0.0] * len(orders)
@@ -172,7 +172,7 @@ def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> T
     while ready:
         rank = ready.pop()
         for action in orders[rank][len(starts[rank]) :]:
-            needed = list(needs(action, have, len(home)))
+            needed = list(needs(action, every, len(home)))
             missing = next((need for need in needed if need not in ends), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
@@ -182,7 +182,7 @@ def timing(orders: Orders, home: Sequence[int], costs: Sequence[StageCost]) -> T
             ends[action] = clock[rank]
             ready += waiting.pop(action, ())
     waits = [
-        _Wait(rank, (have[need],), len(starts[rank]), orders[rank][len(starts[rank])], need)
+        _Wait(rank, (home[need.stage],), len(starts[rank]), orders[rank][len(starts[rank])], need)
         for need, ranks in waiting.items()
         for rank in ranks
     ]
@@ -208,18 +208,16 @@ def _told(waits: Sequence[_Wait]) -> str:
     )
 
 
-def messages(
-    orders: Orders, home: Sequence[int], ends: Mapping[Action, float]
-) -> tuple[StageMessage, ...]:
-    """All messages between ranks, in the order in which they are made."""
-    have = {action: rank for rank, actions in enumerate(orders) for action in actions}
-    #: By action: the place in an order that is by time, and fits the needs where times are equal.
+def messages(home: Sequence[int], ends: Mapping[Action, float]) -> tuple[StageMessage, ...]:
+    """All messages between ranks, by the time at which they are made.
+
+    ``ends`` as in :class:`Timing`: where times are equal, the order fits the needs.
+    """
     place = {action: n for n, action in enumerate(sorted(ends, key=lambda each: ends[each]))}
     pairs = sorted(
         (place[need], need, action)
-        for action in have
-        if action.kind not in WHOLE
-        for need in needs(action, have, len(home))
+        for action in ends
+        for need in needs(action, ends, len(home))
         if home[need.stage] != home[action.stage]
     )
     return tuple(
@@ -230,7 +228,7 @@ def messages(
 
 def steps_of(
     rank: int, actions: Sequence[Action], all_messages: Iterable[StageMessage]
-) -> list[ActionStep]:
+) -> Iterator[ActionStep]:
     """The actions of a rank with the messages around them; receives are posted as late as allowed.
 
     A receive is posted before the action that needs it, and before the rank sends a message with a
@@ -238,25 +236,20 @@ def steps_of(
     """
     sends = {each.made_by: each for each in all_messages if each.source == rank}
     takes = {each.used_by: each for each in all_messages if each.target == rank}
-    steps: list[ActionStep] = []
-    unposted = sorted(takes.values())
-    at = 0
+    unposted = sorted(takes.values())[::-1]
     for action in actions:
-        bound = max((m.number for m in (takes.get(action), sends.get(action)) if m), default=-1)
-        first = at
-        while at < len(unposted) and unposted[at].number <= bound:
-            at += 1
-        posted = tuple(unposted[first:at])
-        steps.append(ActionStep(posted, takes.get(action), action, sends.get(action)))
-    return steps
+        near = [each for each in (takes.get(action), sends.get(action)) if each]
+        posted = []
+        while near and unposted and unposted[-1] <= max(near):
+            posted.append(unposted.pop())
+        yield ActionStep(tuple(posted), takes.get(action), action, sends.get(action))
 
 
-def sharded(actions: Sequence[Action], held: int) -> list[Action]:
+def sharded(actions: Sequence[Action], held: int) -> Iterator[Action]:
     """A rank's actions, with gathers before uses, frees where room is needed, and reductions.
 
     Where there is room, a stage is gathered before the action before the first that needs it.
     """
-    done: list[Action] = []
     gathered: list[int] = []
     for at, action in enumerate(actions):
         uses = [each.stage for each in actions[at:]]
@@ -265,11 +258,10 @@ def sharded(actions: Sequence[Action], held: int) -> list[Action]:
                 if len(gathered) == held:
                     last_used = max(gathered, key=uses.index)
                     gathered.remove(last_used)
-                    done.append(Action("free", last_used))
+                    yield Action("free", last_used)
                 gathered.append(stage)
-                done.append(Action("gather", stage))
-        done.append(action)
+                yield Action("gather", stage)
+        yield action
         if action.stage not in uses[1:]:
             gathered.remove(action.stage)
-            done += [Action("free", action.stage), Action("reduce", action.stage)]
-    return done
+            yield from (Action("free", action.stage), Action("reduce", action.stage))

@@ -19,7 +19,7 @@ from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
 from tilework.parallel.pipelines.captured import CapturedStages, stage_forward
 from tilework.parallel.pipelines.results import check_made
-from tilework.parallel.pipelines.schedule import Action, Schedule, StageMessage
+from tilework.parallel.pipelines.schedule import Action, ActionStep, Schedule, StageMessage
 from tilework.parallel.pipelines.stage import Crossing, Route, Writable
 
 #: The loss of a microbatch, from the model's result and the target.
@@ -90,19 +90,18 @@ class Execution:
     losses: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rank = self.group.rank()
         self._kept: dict[tuple[int, int], _Kept] = {}
         #: Values for another stage of this rank: by stage and microbatch that made them, and True
         #: for activations, False for gradients.
         self._local: dict[tuple[int, int, bool], tuple[Tensor, ...]] = {}
         self._posted: dict[StageMessage, list[tuple[Tensor, Work | None]]] = {}
         self._sending: list[tuple[Tensor, Work | None]] = []
-        self.steps = self.schedule.steps(rank)
-        ends = [s.action for s in self.steps if s.action.kind in ("backward", "weights")]
+        self.steps = self.schedule.steps(self.group.rank())
+        actions = [step.action for step in self.steps]
         #: By stage, the microbatch whose backward is the last.
-        self._last = {action.stage: action.microbatch for action in ends}
-        self._gathers = {s.action.stage for s in self.steps if s.action.kind == "gather"}
-        self._reduces = {s.action.stage for s in self.steps if s.action.kind == "reduce"}
+        self._last = {a.stage: a.microbatch for a in actions if a.kind in ("backward", "weights")}
+        #: The stages whose gradients are reduced by an action.
+        self._reduces = {action.stage for action in actions if action.kind == "reduce"}
         #: By stage, what fully_shard has sharded.
         self._sharded = {
             stage: [each for each in part.modules() if isinstance(each, FSDPModule)]
@@ -124,9 +123,8 @@ class Execution:
                     self._post(message)
             if not self._runs(step.action):
                 continue
-            taken = None if step.takes is None else self._take(step.takes)
-            made = self._act(step.action, taken)
-            if step.sends is not None and made is not None:
+            made = self._act(step.action, self._given(step))
+            if made is not None and step.sends is not None:
                 self._send(step.sends, made)
             elif made is not None:
                 kind, stage, number = step.action
@@ -157,8 +155,13 @@ class Execution:
             work = irecv(buffer, group=self.group, tag=message.number, group_src=source)
             posted.append((buffer, work))
 
-    def _take(self, message: StageMessage) -> tuple[Tensor, ...]:
-        posted = self._posted.pop(message)
+    def _given(self, step: ActionStep) -> tuple[Tensor, ...]:
+        """The values that another stage made for an action."""
+        if step.takes is None:
+            kind, stage, number = step.action
+            before = stage - 1 if kind == "forward" else stage + 1
+            return self._local.pop((before, number, kind == "forward"), ())
+        posted = self._posted.pop(step.takes)
         for _, work in posted:
             if work is not None:
                 work.wait()
@@ -173,19 +176,16 @@ class Execution:
 
     # -- actions -------------------------------------------------------------------------
 
-    def _act(self, action: Action, taken: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    def _act(self, action: Action, values: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The values that an action makes for another stage; None for none."""
-        kind, stage, number = action
-        if kind == "forward":
-            values = self._local.pop((stage - 1, number, True), ()) if taken is None else taken
+        if action.kind == "forward":
             return self._forward(action, values)
-        if kind in ("backward", "input_gradient"):
-            values = self._local.pop((stage + 1, number, False), ()) if taken is None else taken
+        if action.kind in ("backward", "input_gradient"):
             return self._backward(action, values)
-        if kind == "weights":
+        if action.kind == "weights":
             self._weights(action)
         else:
-            self._whole_stage(kind, stage)
+            self._whole_stage(action.kind, action.stage)
         return None
 
     def _forward(self, action: Action, values: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -290,9 +290,6 @@ class Execution:
         for each in self._sharded[stage]:
             each.set_requires_gradient_sync(is_last and stage not in self._reduces, recurse=False)
             each.set_is_last_backward(is_last)
-            if stage in self._gathers:
-                each.set_reshard_after_forward(False, recurse=False)
-                each.set_reshard_after_backward(False, recurse=False)
 
     def _whole_stage(self, kind: str, stage: int) -> None:
         """Gather or free a stage's sharded parameters, or reduce the gradients. Collective."""

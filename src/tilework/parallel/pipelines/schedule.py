@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal
 
@@ -19,12 +20,19 @@ from tilework.parallel.pipelines.actions import (
     StageMessage,
 )
 from tilework.parallel.pipelines.listing import Rules, list_orders
-from tilework.show import count_text
+from tilework.show import Page, Span, TextTable, count_text, timeline
 
 __all__ = ["Action", "ActionStep", "Kind", "Schedule", "StageCost", "StageMessage"]
 
 #: Times of stages: forward, input gradient, weights.
 Costs = Sequence[StageCost | tuple[float, float, float]]
+#: The colour of each kind in a picture, and the name.
+_COLOURS: dict[str, tuple[str, str]] = {
+    "forward": ("#60a5fa", "forward"),
+    "backward": ("#34d399", "backward"),
+    "input_gradient": ("#34d399", "input gradient"),
+    "weights": ("#fbbf24", "weights"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,7 @@ class Schedule:
         cls, ranks: int, microbatches: int, *, stages_per_rank: int = 1, costs: Costs = ()
     ) -> Schedule:
         """All forwards of a rank come before all backwards. Stage s is on rank ``s % ranks``."""
-        home = _loop(ranks, stages_per_rank)
-        _check_count(microbatches=microbatches)
+        home = _loop(ranks, stages_per_rank, microbatches)
         everything = [microbatches * stages_per_rank] * len(home)
         return cls._listed(home, microbatches, Rules(everything, everything, phased=True), costs)
 
@@ -95,7 +102,7 @@ class Schedule:
 
         Each rank has a stage.
         """
-        home = _loop(ranks, 1)
+        home = _loop(ranks, 1, microbatches)
         limits = range(ranks, 0, -1)
         return cls._listed(home, microbatches, Rules(limits, limits), costs)
 
@@ -108,8 +115,7 @@ class Schedule:
         The more stages, the smaller the bubble. Microbatches pass the stages of a rank in rounds of
         ``ranks``, or a few more so that rounds are equal.
         """
-        home = _loop(ranks, stages_per_rank)
-        _check_count(microbatches=microbatches)
+        home = _loop(ranks, stages_per_rank, microbatches)
         rounds = max(1, microbatches // ranks)
         most = -(-microbatches // rounds)
         limits = [2 * (ranks - r - 1) + (stages_per_rank - 1) * most + 1 for r in home]
@@ -137,7 +143,7 @@ class Schedule:
         """
         if variant not in ("H1", "H2"):
             raise ValueError(f'variant: got {variant!r}; expected "H1" or "H2"')
-        home = _loop(ranks, 1)
+        home = _loop(ranks, 1, microbatches)
         live = ranks if variant == "H1" else 2 * ranks - 1
         flight = [rest if variant == "H1" else 2 * rest - 1 for rest in range(ranks, 0, -1)]
         return cls._listed(home, microbatches, Rules([live] * ranks, flight, split=True), costs)
@@ -150,7 +156,7 @@ class Schedule:
         at most ``2 * ranks`` live activations, and there is no bubble if there are as many
         microbatches.
         """
-        home = [*_loop(ranks, 1), *reversed(range(ranks))]
+        home = [*_loop(ranks, 1, microbatches), *reversed(range(ranks))]
         rules = Rules([2 * ranks] * len(home), range(len(home), 0, -1), split=True)
         return cls._listed(home, microbatches, rules, costs)
 
@@ -179,7 +185,8 @@ class Schedule:
             >>> print(Schedule.of_costs([0, 1, 0], 6, small_ends, split=True).bubble)
             0.0
         """
-        home = _checked_home(home)
+        _check_home(home)
+        _check_count(microbatches=microbatches)
         flight = range(len(home), 0, -1)
         ranks = max(home) + 1
         most = sum(flight) if live is None else live
@@ -257,10 +264,9 @@ class Schedule:
         cls, home: Sequence[int], microbatches: int, rules: Rules, costs: Costs
     ) -> Schedule:
         """The best of the orders that the list scheduler makes."""
-        _check_count(microbatches=microbatches)
         known = _all_costs(costs, len(home))
         orders = list_orders(home, microbatches, rules, known)
-        found = (cls(tuple(home), microbatches, each, known) for each in orders)
+        found = (cls(tuple(home), microbatches, tuple(map(tuple, each)), known) for each in orders)
         return min(found, key=lambda each: (each.duration, each.bubble))
 
     def with_sharding(self, held: int = 2) -> Schedule:
@@ -300,9 +306,10 @@ class Schedule:
         Of steps that follow each other: a rank that ends early starts the next step early. For one
         step alone, compare the work with :attr:`duration`.
         """
-        spans = []
-        for starts, row in zip(self.timing.starts, self.actions, strict=True):
-            spans.append(starts[-1] + self.costs[row[-1].stage].of(row[-1].kind) - starts[0])
+        starts, ends = self.timing
+        spans = [
+            ends[row[-1]] - first for row, (first, *_) in zip(self.actions, starts, strict=True)
+        ]
         work = sum(self.costs[a.stage].of(a.kind) for row in self.actions for a in row)
         whole = max(spans) * self.ranks
         return max(0.0, (whole - work) / whole)
@@ -313,7 +320,8 @@ class Schedule:
 
         One lives from "forward" to the end of "backward", or of "weights".
         """
-        return tuple(map(_peak, self.actions))
+        changes = {"forward": 1, "backward": -1, "weights": -1}
+        return tuple(max(accumulate(changes.get(a.kind, 0) for a in row)) for row in self.actions)
 
     @cached_property
     def timing(self) -> proof.Timing:
@@ -325,7 +333,7 @@ class Schedule:
     @cached_property
     def messages(self) -> tuple[StageMessage, ...]:
         """All messages between ranks; the place here is the message's number."""
-        return proof.messages(self.actions, self.home, self.timing.ends)
+        return proof.messages(self.home, self.timing.ends)
 
     @cached_property
     def _steps(self) -> tuple[tuple[ActionStep, ...], ...]:
@@ -347,7 +355,7 @@ class Schedule:
         """For each rank how many actions at most a receive is posted ahead of the step that takes
         the message.
         """
-        return tuple(map(_lookahead, self._steps))
+        return tuple(max(_posted_ahead(steps), default=0) for steps in self._steps)
 
     # -- text and pictures ---------------------------------------------------------------
 
@@ -359,26 +367,60 @@ class Schedule:
             f" bubble {self.bubble:.3g}, live activations {live},"
             f" {count_text(len(self.messages), 'message')}"
         )
-        return notation.text(headline, self.actions, self.home, self.costs, self.timing)
+        spent = "; ".join(" ".join(f"{time!r}" for time in cost) for cost in self.costs)
+        plain = all(cost == StageCost() for cost in self.costs)
+        times = sorted(set(chain(*self.timing.starts)))
+        rows = [[f"rank {rank}", *self._cells(rank, times)] for rank in range(self.ranks)]
+        table = TextTable(["time", *(f"{time:g}" for time in times)], rows)
+        return str(Page(headline, *([] if plain else [f"{notation.COSTS} {spent}"]), table))
+
+    def _cells(self, rank: int, times: Sequence[float]) -> Iterator[str]:
+        """For each time the actions of a rank that start; "-" while the last goes on, else "."."""
+        # Stages are named unless rank r has stage r alone.
+        named = self.home != tuple(range(self.ranks))
+        starting: dict[float, list[Action]] = {}
+        for action, start in zip(self.actions[rank], self.timing.starts[rank], strict=True):
+            starting.setdefault(start, []).append(action)
+        end = 0.0
+        for time in times:
+            here = starting.get(time, [])
+            if here:
+                end = time + self.costs[here[-1].stage].of(here[-1].kind)
+            texts = (str(a) if named else str(a).removeprefix(str(a.stage)) for a in here)
+            yield "+".join(texts) or ("-" if time < end else ".")
 
     def _repr_html_(self) -> str:
-        return self._svg(inherits=True)
-
-    def _repr_svg_(self) -> str:
-        return self._svg()
+        return self._picture(inherits=True)
 
     def timeline(self, path: str | Path) -> None:
         """Write a picture of the schedule, ranks x time, as SVG to a file."""
-        Path(path).write_text(self._svg())
+        Path(path).write_text(self._picture())
 
-    def _svg(self, inherits: bool = False) -> str:
+    def _picture(self, inherits: bool = False) -> str:
         live = max(self.peak_activations)
         headline = f"bubble {self.bubble:.3g}, at most {live} live activations"
-        return notation.picture(headline, self.actions, self.costs, self.timing, inherits)
+        rows = []
+        for rank, (row, starts) in enumerate(zip(self.actions, self.timing.starts, strict=True)):
+            times = [self.costs[a.stage].of(a.kind) for a in row]
+            spans = [
+                Span(start, start + time, a.kind, a.words, str(a.microbatch))
+                for a, start, time in zip(row, starts, times, strict=True)
+                if time
+            ]
+            rows.append((f"rank {rank}", spans))
+        used = {a.kind for a in chain(*self.actions)}
+        kinds = {kind: look for kind, look in _COLOURS.items() if kind in used}
+        return timeline(headline, rows, kinds, inherits, unit="")
 
 
-def _loop(ranks: int, stages_per_rank: int) -> list[int]:
-    _check_count(ranks=ranks, stages_per_rank=stages_per_rank)
+def _posted_ahead(steps: Sequence[ActionStep]) -> Iterator[int]:
+    """For each message how many actions ahead the receive is posted."""
+    posted = {message: at for at, step in enumerate(steps) for message in step.receives}
+    return (at - posted[step.takes] for at, step in enumerate(steps) if step.takes)
+
+
+def _loop(ranks: int, stages_per_rank: int, microbatches: int) -> list[int]:
+    _check_count(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     return list(range(ranks)) * stages_per_rank
 
 
@@ -405,23 +447,9 @@ def _all_costs(costs: Costs, stages: int) -> tuple[StageCost, ...]:
     return known or (StageCost(),) * stages
 
 
-def _checked_home(home: Sequence[int]) -> list[int]:
+def _check_home(home: Sequence[int]) -> None:
     ranks = set(home)
     if not ranks or not all(isinstance(r, int) for r in home) or ranks != set(range(len(ranks))):
         raise ValueError(
             f"home: got {list(home)}; expected the rank of each stage, and a stage for each rank"
         )
-    return list(home)
-
-
-def _peak(actions: Sequence[Action]) -> int:
-    live = most = 0
-    for action in actions:
-        live += (action.kind == "forward") - (action.kind in ("backward", "weights"))
-        most = max(most, live)
-    return most
-
-
-def _lookahead(steps: Sequence[ActionStep]) -> int:
-    posted = {message: at for at, step in enumerate(steps) for message in step.receives}
-    return max((at - posted[s.takes] for at, s in enumerate(steps) if s.takes), default=0)

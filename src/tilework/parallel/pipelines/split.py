@@ -9,8 +9,10 @@ the stage can compute.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -81,7 +83,8 @@ def names_of_cuts(
 def split_model(model: nn.Module, cuts: Sequence[str], order: CallOrder | None = None) -> Split:
     """Deal a model's units out to stages, in the order of calls, else as listed. Local."""
     containers = _containers(model, cuts)
-    walked = list(_walk(model, containers))
+    every = model.named_modules(remove_duplicate=False)
+    walked = [(n, m) for n, m in every if n.rpartition(".")[0] in containers]
     listed = [n for n, m in walked if n not in containers and (n in cuts or _has_state(m))]
     called = order.units if order else ()
     names = [*called, *(name for name in listed if name not in called)]
@@ -128,23 +131,10 @@ def _containers(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
     """The modules around cuts, and those that cannot be called, such as a ModuleList."""
     found = {ancestor for name in cuts for ancestor in _ancestors(name)} | {""}
     for name, module in model.named_modules(remove_duplicate=False):
-        uncalled = getattr(type(module).forward, "__name__", "") == "_forward_unimplemented"
-        if name and uncalled and name.rpartition(".")[0] in found:
+        is_called = type(module).forward is not nn.Module.forward
+        if name and not is_called and name.rpartition(".")[0] in found:
             found.add(name)
     return frozenset(found)
-
-
-def _walk(model: nn.Module, containers: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Containers and units, in the order of the model."""
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        yield name, module
-        if name in containers:
-            for own, child in module._modules.items():
-                if child is not None:
-                    yield from walk(f"{name}.{own}".lstrip("."), child)
-
-    return walk("", model)
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -152,8 +142,7 @@ def _has_state(module: nn.Module) -> bool:
     kept = (
         key not in each._non_persistent_buffers_set
         for each in module.modules()
-        for key, value in each._buffers.items()
-        if value is not None
+        for key, _ in each.named_buffers(recurse=False)
     )
     return any(True for _ in module.parameters()) or any(kept)
 
@@ -219,30 +208,22 @@ def measured(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, float]:
     """The seconds that each item of the largest chain takes in a forward, the best of three."""
-    names = chain_of(model)
-    items = dict(model.named_modules())
-    seconds = dict.fromkeys(names, float("inf"))
+    items = {name: model.get_submodule(name) for name in chain_of(model)}
+    seconds = dict.fromkeys(items, float("inf"))
     began: dict[str, float] = {}
-    handles = []
-    for name in names:
 
-        def begin(*_: Any, name: str = name) -> None:
-            began[name] = time.perf_counter()
+    def begin(name: str, *_: Any) -> None:
+        began[name] = time.perf_counter()
 
-        def end(*_: Any, name: str = name) -> None:
-            seconds[name] = min(seconds[name], time.perf_counter() - began[name])
+    def end(name: str, *_: Any) -> None:
+        seconds[name] = min(seconds[name], time.perf_counter() - began[name])
 
-        handles += [
-            items[name].register_forward_pre_hook(begin),
-            items[name].register_forward_hook(end),
-        ]
-    try:
-        with torch.no_grad():
-            for _ in range(3):
-                model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, item in items.items():
+            hooks.enter_context(item.register_forward_pre_hook(partial(begin, name)))
+            hooks.enter_context(item.register_forward_hook(partial(end, name)))
+        for _ in range(3):
+            model(*args, **kwargs)
     return seconds
 
 
@@ -298,18 +279,13 @@ def copied(
     return found
 
 
-def tied_names(model: nn.Module, split: Split) -> dict[str, list[str]]:
-    """Parameters of several stages: by the first name, all names in the order of stages."""
+def tied_names(model: nn.Module, split: Split) -> list[list[str]]:
+    """Parameters of several stages: the names of each, in the order of stages."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    tied = {}
-    for each in names.values():
-        stages = {stage_of(name, split) for name in each}
-        if len(stages) > 1:
-            ordered = sorted(each, key=lambda name: stage_of(name, split))
-            tied[ordered[0]] = ordered
-    return tied
+    ordered = [sorted(each, key=lambda name: stage_of(name, split)) for each in names.values()]
+    return [each for each in ordered if stage_of(each[0], split) < stage_of(each[-1], split)]
 
 
 def stage_of(name: str, split: Split) -> int:

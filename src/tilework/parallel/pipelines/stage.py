@@ -11,6 +11,7 @@ which values cross which cut.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ from tilework.tiled.rules import call_on_meta
 #: The name of a value: ("call", number of the call, leaf of the result), or ("argument", stage,
 #: leaf of the arguments of the stage's first call).
 Key = tuple[str, int, int]
-_TRIED_OUT: Final = "a stage sees only the shapes of values from other stages"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Crossing:
     dtype: torch.dtype
     #: True if a gradient comes back.
     has_gradient: bool
-    made_by: int
     text: str
 
     def __str__(self) -> str:
@@ -93,9 +92,15 @@ class Route:
 class Ghost(Tensor):
     """A tensor that another stage has: shape and dtype, without memory."""
 
+    #: The stage that makes it, and the last stage that uses it.
     made_by: int
-    key: Key | None
+    used_by: int
+    #: The line that makes it.
     origin: str
+    #: Of a value that may cross: the key, and a name for people.
+    key: Key | None
+    text: str
+    #: A tensor on ``meta``.
     shadow: Tensor
     #: The full name, for a parameter.
     parameter: str
@@ -104,15 +109,14 @@ class Ghost(Tensor):
     @unrecorded
     def __new__(cls, like: Tensor, made_by: int, origin: str = "", parameter: str = "") -> Ghost:
         shadow = like.detach() if like.is_meta else torch.empty_like(like, device="meta")
+        walk, device = _current.walk, like.device
+        if like.is_meta:
+            device = torch.device("cpu") if walk is None else walk.device
         ghost: Ghost = Tensor._make_wrapper_subclass(
-            cls,
-            shadow.shape,
-            strides=shadow.stride(),
-            dtype=shadow.dtype,
-            device=_device_of(like),
+            cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=device
         )
-        ghost.shadow, ghost.made_by, ghost.key = shadow, made_by, None
-        ghost.origin, ghost.parameter = origin, parameter
+        ghost.shadow, ghost.made_by, ghost.used_by = shadow, made_by, made_by
+        ghost.key, ghost.text, ghost.origin, ghost.parameter = None, "", origin, parameter
         if parameter:
             vars(ghost)["_is_param"] = True  # a module takes it for a parameter
         return ghost
@@ -138,13 +142,6 @@ class Ghost(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
         return self
-
-
-def _device_of(like: Tensor) -> torch.device:
-    walk = _current.walk
-    if not like.is_meta:
-        return like.device
-    return torch.device("cpu") if walk is None else walk.device
 
 
 def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -177,14 +174,11 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             raise
         raise RuntimeError(
             f"{func} at {call_site()} needs the values of a tensor that stage "
-            f"{_maker_of((args, kwargs))} makes, and {_TRIED_OUT}: move the cut behind this line, "
-            f"or let the line depend on inputs alone"
+            f"{max(ghost.made_by for ghost in of_shadow.values())} makes, and a stage sees only "
+            f"the shapes of values from other stages: move the cut behind this line, or let the "
+            f"line depend on inputs alone"
         ) from error
     return tree_map(lift, result)
-
-
-def _maker_of(values: Any) -> int:
-    return max(x.made_by for x in tree_flatten(values)[0] if isinstance(x, Ghost))
 
 
 def _check_writes(func: Any, args: Any, walk: Walk | None) -> None:
@@ -197,11 +191,10 @@ def _check_writes(func: Any, args: Any, walk: Walk | None) -> None:
         if isinstance(value, Ghost):
             walk.written.append((value, walk.position))
         if not walk.is_inside and (not isinstance(value, Ghost) or value.made_by != walk.position):
-            of = value.made_by if isinstance(value, Ghost) else "every stage"
+            of = f"stage {value.made_by}" if isinstance(value, Ghost) else "every stage"
             raise RuntimeError(
-                f"{func} at {call_site()} writes in stage {walk.position} to a tensor that "
-                f"{f'stage {of}' if isinstance(of, int) else of} makes: write to a copy, or do it "
-                f"in a module"
+                f"{func} at {call_site()} writes in stage {walk.position} to a tensor that {of} "
+                f"makes: write to a copy, or do it in a module"
             )
 
 
@@ -226,9 +219,8 @@ class Walk:
 
     def __init__(self, split: Split, device: torch.device) -> None:
         self.split, self.device = split, device
+        #: The stage of the last call, and the number of calls.
         self.position, self.calls = 0, 0
-        #: Values by key.
-        self.values: dict[Key, list[Tensor]] = {}
         #: Ghosts that an operator writes to, and the stage that does it.
         self.written: list[tuple[Ghost, int]] = []
 
@@ -270,7 +262,7 @@ class Walk:
         self.enter(gate.name, gate.stage, (args, kwargs))
         self.is_inside = True
         try:
-            result = gate.unit(*args, **kwargs)
+            result = gate.unit()(*args, **kwargs)
         finally:
             self.is_inside = False
         return self.leave(gate.name, result)
@@ -278,15 +270,6 @@ class Walk:
     def leave(self, name: str, result: Any) -> Any:
         """A call of a unit ends with a result."""
         return result
-
-    def note(self, key: Key, value: Any) -> None:
-        """Keep a value under a key, unless it has one."""
-        if isinstance(value, Tensor):
-            if isinstance(value, Ghost):
-                if value.key is not None:
-                    return
-                value.key = key
-            self.values.setdefault(key, []).append(value)
 
 
 class GhostWalk(Walk):
@@ -300,50 +283,54 @@ class GhostWalk(Walk):
         self.route.local = [[] for _ in range(split.stages)]
         #: By name of a container's parameter, the number of calls before the first use.
         self.first_uses: dict[str, int] = {}
-        #: By identity, ghosts that have no better name than where they are arguments.
-        self.names: dict[int, str] = {}
-        #: By identity, the ghost and the last stage that uses it.
-        self.uses: dict[int, tuple[Ghost, int]] = {}
+        #: Ghosts that later stages use.
+        self.used: list[Ghost] = []
 
     def use(self, ghost: Ghost) -> None:
         """Note the stage that uses a ghost."""
-        if ghost.parameter in self.split.own:
+        is_own = ghost.parameter in self.split.own
+        if is_own:
             self.first_uses.setdefault(ghost.parameter, self.calls)
         if ghost.parameter and ghost.made_by != self.position:
+            hint = "; pass example= to pipeline(), to have the stage found that uses it first"
             raise RuntimeError(
                 f"{ghost.parameter} is in stage {ghost.made_by}, and stage {self.position} uses "
                 f"it, at {call_site()}: it is on both sides of a cut. Give the second use a module "
-                f"besides that shares the parameter (a tie), or move the cut"
-                f"{_NEEDS_EXAMPLE if ghost.parameter in self.split.own else ''}"
+                f"besides that shares the parameter (a tie), or move the cut{hint * is_own}"
             )
-        if not ghost.parameter and ghost.made_by < self.position:
-            self.uses[id(ghost)] = ghost, self.position
+        if ghost.made_by < self.position:
+            if ghost.used_by == ghost.made_by:
+                self.used.append(ghost)
+            ghost.used_by = self.position
 
     def begin(self, name: str, stage: int, args: Any) -> None:
         """Name the values in the arguments."""
-        leaves, _ = tree_flatten_with_path(args)
-        for number, (path, value) in enumerate(leaves):
+        for number, (path, value) in enumerate(tree_flatten_with_path(args)[0]):
+            which = keystr(path[1:]).strip("[]'")
+            text = f"argument {which} of {name}"
             if isinstance(value, Ghost):
-                self.note(("argument", stage, number), value)
-                self.names.setdefault(id(value), f"argument {_path(path)} of {name}")
-                assert value.key is not None
+                if value.key is None:
+                    value.key, value.text = ("argument", stage, number), text
                 self.route.arguments[stage][number] = value.key
             elif isinstance(value, Tensor):
-                self.route.local[stage].append(f"argument {_path(path)} of {name}")
+                self.route.local[stage].append(text)
 
     def leave(self, name: str, result: Any) -> Any:
-        """Name the values in the result."""
+        """Name the values in the result; also those that depend on inputs alone are the unit's."""
         leaves, spec = tree_flatten(result)
-        leaves = [_as_ghost(x, self.position) for x in leaves]
+        kept = list(leaves)
         for number, value in enumerate(leaves):
-            self.note(("call", self.calls, number), value)
-        kept = tuple(x.shadow if isinstance(x, Ghost) else x for x in leaves)
-        self.route.calls.append(Call(name, spec, kept))
+            if isinstance(value, Tensor):
+                ghost = value if isinstance(value, Ghost) else Ghost(value, self.position)
+                if ghost.key is None:
+                    ghost.key, ghost.text = ("call", self.calls, number), name
+                leaves[number], kept[number] = ghost, ghost.shadow
+        self.route.calls.append(Call(name, spec, tuple(kept)))
         self.calls += 1
         return spec.unflatten(leaves)
 
-    def finish(self, result: Any, trained: Sequence[bool]) -> Route:
-        """The route, after the forward; ``trained`` as in ``Twin``."""
+    def finish(self, result: Any, first_trained: float) -> Route:
+        """The route, after the forward; stages from ``first_trained`` on make gradients."""
         last = self.split.stages - 1
         if self.position < last:
             raise RuntimeError(f"the forward ran no module of stage {self.position + 1}")
@@ -352,16 +339,17 @@ class GhostWalk(Walk):
                 self.use(leaf)
         self._check_memory()
         cuts: list[list[Crossing]] = [[] for _ in range(last)]
-        for ghost, until in self.uses.values():
+        for ghost in self.used:
             if ghost.key is None:
                 raise RuntimeError(
                     f"a tensor that stage {ghost.made_by} makes at {ghost.origin} is used in stage "
-                    f"{until}, and is neither a module's result nor an argument of a stage's first "
-                    f"module: make it in a module, or move the cut"
+                    f"{ghost.used_by}, and is neither a module's result nor an argument of a "
+                    f"stage's first module: make it in a module, or move the cut"
                 )
-            crossing = self._crossing(ghost, trained)
-            for cut in range(ghost.made_by, until):
-                cuts[cut].append(crossing)
+            trains = ghost.is_floating_point() and ghost.made_by >= first_trained
+            shape = tuple(ghost.shape)
+            for cut in cuts[ghost.made_by : ghost.used_by]:
+                cut.append(Crossing(ghost.key, shape, ghost.dtype, trains, ghost.text))
         self.route.cuts = [tuple(sorted(each, key=lambda c: c.key)) for each in cuts]
         self.route.result = result
         return self.route
@@ -369,7 +357,7 @@ class GhostWalk(Walk):
     def _check_memory(self) -> None:
         """Refuse writes to one of two values that share memory before a cut, and not behind."""
         known: dict[int, Ghost] = {}
-        for ghost, _ in self.uses.values():
+        for ghost in self.used:
             memory = _memory_of(ghost)
             of = [stage for x, stage in self.written if _memory_of(x) == memory]
             if known.setdefault(memory, ghost) is not ghost and max(of, default=0) > ghost.made_by:
@@ -379,32 +367,9 @@ class GhostWalk(Walk):
                     f"apart: write to a copy"
                 )
 
-    def _crossing(self, ghost: Ghost, trained: Sequence[bool]) -> Crossing:
-        assert ghost.key is not None
-        kind, number, _ = ghost.key
-        name = self.route.calls[number].name if kind == "call" else self.names[id(ghost)]
-        has_gradient = ghost.is_floating_point() and trained[ghost.made_by]
-        shape = tuple(ghost.shape)
-        return Crossing(ghost.key, shape, ghost.dtype, has_gradient, ghost.made_by, name)
-
 
 def _memory_of(ghost: Ghost) -> int:
     return int(ghost.shadow.untyped_storage()._cdata)
-
-
-_NEEDS_EXAMPLE = "; pass example= to pipeline(), to have the stage found that uses it first"
-
-
-def _path(path: Any) -> str:
-    """The number or the name of an argument."""
-    return keystr(path[1:]).strip("[]'")
-
-
-def _as_ghost(value: Any, stage: int) -> Any:
-    """A unit's result as a ghost: also a result that depends on inputs alone is the unit's."""
-    if isinstance(value, Tensor) and not isinstance(value, Ghost):
-        return Ghost(value, stage)
-    return value
 
 
 class StageWalk(Walk):
@@ -420,9 +385,10 @@ class StageWalk(Walk):
     ) -> None:
         super().__init__(split, device)
         self.stage, self.route = stage, route
-        before = route.cuts[stage - 1] if stage else ()
-        self.received = {c.key: x for c, x in zip(before, received, strict=True)}
+        self.received = received
         self.after = route.cuts[stage] if stage + 1 < split.stages else ()
+        #: Values by key: all objects that stand for them.
+        self.values: dict[Key, list[Tensor]] = {}
         self._drawn = _random_state() if stage else None
 
     def enter(self, name: str, stage: int, args: Any) -> None:
@@ -438,12 +404,11 @@ class StageWalk(Walk):
 
     def begin(self, name: str, stage: int, args: Any) -> None:
         """Turn received ghosts into tensors, or end."""
-        leaves, _ = tree_flatten(args)
+        leaves = tree_flatten(args)[0]
         for number, key in self.route.arguments[stage].items():
-            value = leaves[number]
             known = self.values.setdefault(key, [])
-            if all(value is not each for each in known):
-                known.append(value)
+            if all(leaves[number] is not each for each in known):
+                known.append(leaves[number])
         if stage > self.stage:
             raise Reached
         if stage == self.stage:
@@ -453,27 +418,22 @@ class StageWalk(Walk):
                     f"of other stages, and each stage would draw others: draw them in a module "
                     f"with parameters, or pass them as inputs"
                 )
-            self._receive()
-
-    def _receive(self) -> None:
-        for key, tensor in self.received.items():
-            own: Tensor = Writable.apply(tensor)  # type: ignore[no-untyped-call]
-            for ghost in self.values.pop(key, ()):
-                _become(ghost, own)
-            self.values[key] = [own]
+            before = self.route.cuts[stage - 1] if stage else ()
+            for crossing, tensor in zip(before, self.received, strict=True):
+                own: Tensor = Writable.apply(tensor)  # type: ignore[no-untyped-call]
+                for ghost in self.values.pop(crossing.key, ()):
+                    _become(ghost, own)
+                self.values[crossing.key] = [own]
 
     def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's result; of another stage's unit, ghosts."""
         if gate.stage == self.stage:
             return super().call(gate, args, kwargs)
-        stage = gate.stage
-        self.enter(gate.name, stage, (args, kwargs))
+        self.enter(gate.name, gate.stage, (args, kwargs))
         call = self.route.calls[self.calls]
-        leaves = [
-            Ghost(x, stage) if isinstance(x, Tensor) and x.is_meta else x for x in call.leaves
-        ]
+        leaves = [Ghost(x, gate.stage) if isinstance(x, Tensor) else x for x in call.leaves]
         for number, value in enumerate(leaves):
-            self.note(("call", self.calls, number), value)
+            self.values["call", self.calls, number] = [value]
         self.calls += 1
         return call.spec.unflatten(leaves)
 
@@ -483,7 +443,7 @@ class StageWalk(Walk):
         for number, value in enumerate(tree_flatten(result)[0]):
             key: Key = ("call", self.calls, number)
             if key in wanted:
-                self.note(key, value)
+                self.values[key] = [value]
         self.calls += 1
         return result
 
@@ -525,37 +485,17 @@ class Gate(nn.Module):
 
     __slots__ = ("name", "stage", "unit")
 
-    def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
-        object.__setattr__(self, "__dict__", unit.__dict__)
-        set_slots(self, unit, name, stage)
+    def __init__(self, unit: nn.Module, name: str, stage: int, *, is_here: bool = True) -> None:
+        if is_here:
+            object.__setattr__(self, "__dict__", unit.__dict__)
+        else:
+            super().__init__()
+        # Weak: the state of captured stages leaves out other stages.
+        for key, value in (("unit", ref(unit)), ("name", name), ("stage", stage)):
+            object.__setattr__(self, key, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's result."""
-        walk = _current.walk
-        return self.unit(*args, **kwargs) if walk is None else walk.call(self, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unit, name)
-
-
-def set_slots(gate: Gate, unit: Any, name: str, stage: int) -> None:
-    """Set a gate's own attributes, beside the unit's."""
-    for key, value in (("unit", unit), ("name", name), ("stage", stage)):
-        object.__setattr__(gate, key, value)
-
-
-class Elsewhere(Gate):
-    """Stands for a unit that another stage has: no parameters, and ghosts for results.
-
-    ``unit`` is a weak reference: the state of captured stages leaves out other stages.
-    """
-
-    def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
-        nn.Module.__init__(self)
-        set_slots(self, ref(unit), name, stage)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ghosts."""
+        """The unit's result; of another stage's unit, ghosts."""
         walk = _current.walk
         if walk is None:
             raise RuntimeError(
@@ -566,6 +506,13 @@ class Elsewhere(Gate):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unit(), name)
+
+
+class Elsewhere(Gate):
+    """Stands for a unit that another stage has: no parameters, and ghosts for results."""
+
+    def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
+        super().__init__(unit, name, stage, is_here=False)
 
     def extra_repr(self) -> str:
         """The stage."""
@@ -644,9 +591,9 @@ def make_part(
         if of != stage:
             path, _, key = name.rpartition(".")
             container = part.get_submodule(path)
-            parameter = model.get_parameter(name)
             del container._parameters[key]
-            object.__setattr__(container, key, Ghost(parameter, of, parameter=name))
+            ghost = Ghost(model.get_parameter(name), of, parameter=name)
+            object.__setattr__(container, key, ghost)
     part.__class__ = _class_of(type(model))
     object.__setattr__(part, "_stage", (split, stage, device))
     return part  # type: ignore[no-any-return]
@@ -659,24 +606,24 @@ class Twin:
         self._split, self._device = split, device
         #: The units by name, with ghosts for parameters.
         self.units: dict[str, nn.Module] = {}
-        trained = [False] * split.stages
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            stage = stage_of(name, split)
-            trained[stage] = trained[stage] or parameter.requires_grad
-        #: For each stage, True if a parameter there or in a stage before is trained.
-        self.trained = [any(trained[: stage + 1]) for stage in range(split.stages)]
+        trained = {
+            stage_of(name, split)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        }
+        #: The first stage whose results need gradients.
+        self.first_trained = min(trained, default=math.inf)
 
         def unit(name: str, module: nn.Module) -> nn.Module | None:
             if name not in split.units:
                 return None
             of = split.units[name]
-            ghost = partial(_ghost_of, of)
-            self.units[name] = copied(module, ghost, name=name)
+            self.units[name] = copied(module, partial(_ghost_of, of), name=name)
             return Gate(self.units[name], name, of)
 
         def own(name: str, tensor: Tensor) -> Tensor:
             of = split.own.get(name)
-            return tensor.clone() if of is None else Ghost(tensor, of, parameter=name)
+            return tensor.clone() if of is None else _ghost_of(of, name, tensor)
 
         self._model: nn.Module = copied(model, own, unit)
         self._routes: list[tuple[Any, Route]] = []  # torch 2.6 cannot hash a TreeSpec
@@ -699,40 +646,35 @@ class Twin:
                 return route
         self._model.train(training)
         walk = GhostWalk(self._split, self._device)
-        route = walk.finish(self._follow(walk, args, kwargs), self.trained)
+        route = walk.finish(self._follow(walk, args, kwargs), self.first_trained)
         self._routes.append((key, route))
         return route
-
-    def _shared(self) -> dict[str, tuple[Tensor, int, bool]]:
-        """By name, buffers of every stage, with version; True for those that no state has."""
-        found = {}
-        for path, module in self._model.named_modules():
-            for key, x in module._buffers.items():
-                if x is not None and not isinstance(x, Ghost) and not x.is_inference():
-                    is_cache = key in module._non_persistent_buffers_set
-                    found[f"{path}.{key}".lstrip(".")] = (x, x._version, is_cache)
-        return found
 
     def _follow(self, walk: Walk, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward's result, on ghosts; random generators stay as they are."""
         generator = default_generator()
         state = generator.get_state()
-        before = self._shared()
+        buffers = [
+            (f"{path}.{key}".lstrip("."), module, key, x, x._version)
+            for path, module in self._model.named_modules()
+            for key, x in module._buffers.items()
+            if x is not None and not isinstance(x, Ghost) and not x.is_inference()
+        ]
         args, kwargs = tree_map(_copy_of, (args, dict(kwargs)))
-        versions = [x._version for x in tree_flatten((args, kwargs))[0] if _has_version(x)]
+        versions = _versions((args, kwargs))
         try:
             with walk.running():
                 result = self._model(*args, **kwargs)
         finally:
             generator.set_state(state)
-        if versions != [x._version for x in tree_flatten((args, kwargs))[0] if _has_version(x)]:
+        if versions != _versions((args, kwargs)):
             raise RuntimeError(
                 "the forward writes to an input, which every stage has, and only one stage would "
                 "see it: write to a copy"
             )
-        after = self._shared()
-        for name, (value, version, is_cache) in before.items():
-            if value._version != version or not (is_cache or after[name][0] is value):
+        for name, module, key, x, version in buffers:
+            is_cache = key in module._non_persistent_buffers_set
+            if x._version != version or not (is_cache or module._buffers.get(key) is x):
                 raise RuntimeError(
                     f"the forward writes to the buffer {name}, which every stage has, and each "
                     f"would write at another time: let a module with parameters have the buffer"
@@ -759,8 +701,9 @@ def _copy_of(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if is_tensor else value
 
 
-def _has_version(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_inference()
+def _versions(values: Any) -> list[int]:
+    leaves = tree_flatten(values)[0]
+    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def _plain(value: Any) -> Any:

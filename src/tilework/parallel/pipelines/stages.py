@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Literal, cast
@@ -119,8 +120,8 @@ def pipeline(
         together = replace(together, own=dict.fromkeys(dealt.own, 0))
         twin = Twin(model, together, torch.device(mesh.device_type))
         dealt = split_model(model, cuts, twin.order(args, kwargs))
-    tied = tied_names(model, dealt)
-    check_replicas([*model.named_parameters()], group, values=set(tied))
+    tied = {name for names in tied_names(model, dealt) for name in names}
+    check_replicas([*model.named_parameters()], group, values=tied)
     for theirs in agree(lambda: [str(dealt), str(schedule)], group):
         if theirs != [str(dealt), str(schedule)]:
             raise ValueError("ranks called pipeline() with different splits or schedules")
@@ -163,27 +164,6 @@ def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(given) if isinstance(given, tuple) else ()), {}
 
 
-class StageParameters(PartOfParameters):
-    """The parameters of this rank's stages."""
-
-    def __init__(self, stages: Stages) -> None:
-        super().__init__(parameter for _, parameter in stages.named_parameters())
-        self._stages = stages
-
-    def counted(self) -> list[Tensor]:
-        """The parameters, but tied parameters that another rank counts. Local."""
-        tied = self._stages.tied_elsewhere()
-        return [each for each in self if id(each) not in tied]
-
-    def norm_of_all(self, mine: Tensor, norm_type: float) -> Tensor:
-        """The norm over all stages. Collective over the mesh; blocks."""
-        group = self._stages.mesh.get_group()
-        powers = (mine if norm_type == float("inf") else mine**norm_type).double().clone()
-        all_reduce(powers, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM, group)
-        total = powers if norm_type == float("inf") else powers ** (1 / norm_type)
-        return total.to(mine.dtype)
-
-
 class Stages(nn.Module):
     """The stages of a pipeline on a rank; made by :func:`pipeline`.
 
@@ -204,18 +184,25 @@ class Stages(nn.Module):
         self.split, self.schedule = split, schedule
         self.mesh, self._group = mesh, mesh.get_group()
         self._device = torch.device(mesh.device_type)
-        rank = self._group.rank()
-        self._numbers = [s for s, home in enumerate(schedule.home) if home == rank]
+        self._rank = self._group.rank()
+        self._numbers = [s for s, home in enumerate(schedule.home) if home == self._rank]
         self._twin = Twin(model, split, self._device)
         self.parts: list[nn.Module] = [
             make_part(model, split, stage, self._device, self._twin) for stage in self._numbers
         ]
-        names, listed = tied_names(model, split).values(), dict(model.named_parameters())
+        tied, listed = tied_names(model, split), dict(model.named_parameters())
         #: By name of a tied parameter, the name that the whole model lists it by.
         self.first_names = {
-            n: first for each in names for n in each for first in each if first in listed
+            name: first for each in tied for name in each for first in each if first in listed
         }
-        self._ties = _ties_between_ranks(model, split, schedule)
+        #: Parameters that other ranks have, too: the name here, the ranks, a tag for messages.
+        self._ties: list[tuple[str, list[int], int]] = []
+        for tag, names in enumerate(tied, len(schedule.messages)):
+            of_rank: dict[int, str] = {}
+            for name in names:
+                of_rank.setdefault(schedule.home[stage_of(name, split)], name)
+            if self._rank in of_rank and len(of_rank) > 1:
+                self._ties.append((of_rank[self._rank], list(of_rank), tag))
         self._steps = self._evaluations = 0
         #: Runs stages as programs; None: as they are.
         self.captured: CapturedStages | None = None
@@ -262,7 +249,9 @@ class Stages(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Any:
         """The parameters of this rank's stages, for optimizers and ``clip_grad_norm_``. Local."""
-        return StageParameters(self)
+        mine = [parameter for _, parameter in self.named_parameters()]
+        others = {id(each) for each, ranks, _ in self._tied() if ranks[0] != self._rank}
+        return PartOfParameters(mine, others, self._group)
 
     def children(self) -> Iterator[nn.Module]:
         """The parts."""
@@ -339,16 +328,10 @@ class Stages(nn.Module):
                 "it is a mean over rows, 'sum' if losses add up, or a function of the target that "
                 "counts the elements of the mean"
             )
-        ties = self._take_tied_grads()
-        try:
-            checks = weight is None and is_due(self._steps + 1)
-            options = RunOptions(loss or _own_loss, True, scaler, self.captured, keeps=checks)
+        checks = weight is None and is_due(self._steps + 1)
+        options = RunOptions(loss or _own_loss, True, scaler, self.captured, keeps=checks)
+        with self._ties_summed():
             run = self._run((inputs, kwargs), target, weight or "rows", options)
-        except BaseException:
-            for parameter, before, _ in ties:
-                parameter.grad = before
-            raise
-        self._reduce_ties(ties)
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self._device))  # makes the scale on every rank
             self._agree_on_overflow()
@@ -483,32 +466,36 @@ class Stages(nn.Module):
 
     # -- gradients -----------------------------------------------------------------------
 
-    def _take_tied_grads(self) -> list[tuple[nn.Parameter, Tensor | None, list[int]]]:
-        """Trained parameters that other ranks have, too, with the gradients of earlier steps."""
-        rank = self._group.rank()
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        here = [(parameters[n[r.index(rank)]], r) for n, r in self._ties if rank in r]
-        taken = [(each, each.grad, ranks) for each, ranks in here if each.requires_grad]
-        for parameter, _, _ in taken:
-            parameter.grad = None
-        return taken
+    def _tied(self) -> list[tuple[nn.Parameter, list[int], int]]:
+        """The parameters that other ranks have, too, with the ranks, and a tag for messages."""
+        here = dict(self.named_parameters(remove_duplicate=False))
+        return [(here[name], ranks, tag) for name, ranks, tag in self._ties]
 
-    def _reduce_ties(self, ties: Sequence[tuple[nn.Parameter, Tensor | None, list[int]]]) -> None:
-        """Sum this step's gradients of tied parameters over the stages that have them."""
-        tag = len(self.schedule.messages)
-        for number, (parameter, before, ranks) in enumerate(ties):
+    @contextmanager
+    def _ties_summed(self) -> Iterator[None]:
+        """A context that sums gradients of tied parameters over the stages that have them."""
+        ties = [each for each in self._tied() if each[0].requires_grad]
+        earlier = [parameter.grad for parameter, _, _ in ties]
+        for parameter, _, _ in ties:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for (parameter, _, _), before in zip(ties, earlier, strict=True):
+                parameter.grad = before
+            raise
+        for (parameter, ranks, tag), before in zip(ties, earlier, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             for local in local_tensors(parameter.grad):
-                self._sum(local, ranks, tag + number)
+                self._sum(local, ranks, tag)
             if before is not None:
                 parameter.grad.add_(before)
 
     def _sum(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> None:
-        rank = self._group.rank()
         mine = tensor.detach().clone(memory_format=torch.contiguous_format)
-        others = [each for each in ranks if each != rank]
-        parts = {rank: mine} | {each: torch.empty_like(mine) for each in others}
+        others = [each for each in ranks if each != self._rank]
+        parts = {self._rank: mine} | {each: torch.empty_like(mine) for each in others}
         given: Any = {"group": self._group, "tag": tag}
         works = [irecv(parts[each], group_src=each, **given) for each in others]
         works += [isend(mine, group_dst=each, **given) for each in others]
@@ -527,27 +514,6 @@ class Stages(nn.Module):
         all_reduce(flag, ReduceOp.MAX, self._group)
         if flag.item() and not bad and locals_:
             locals_[0].view(-1)[0] = float("inf")
-
-    def tied_elsewhere(self) -> set[int]:
-        """By identity, this rank's tied parameters whose first stage is on another rank. Local."""
-        rank = self._group.rank()
-        names = {names[ranks.index(rank)] for names, ranks in self._ties if rank in ranks[1:]}
-        every = self.named_parameters(remove_duplicate=False)
-        return {id(parameter) for name, parameter in every if name in names}
-
-
-def _ties_between_ranks(
-    model: nn.Module, split: Split, schedule: Schedule
-) -> list[tuple[list[str], list[int]]]:
-    """Parameters of several ranks: a name on each rank, and the ranks."""
-    ties = []
-    for names in tied_names(model, split).values():
-        first: dict[int, str] = {}
-        for name in names:
-            first.setdefault(schedule.home[stage_of(name, split)], name)
-        if len(first) > 1:
-            ties.append(([*first.values()], [*first]))
-    return ties
 
 
 def _own_loss(result: Any, *_: Any) -> Tensor:
