@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -76,13 +77,26 @@ def test_a_nan_never_decides() -> None:
     assert len(planned(program).branches) == 2
 
 
+def test_numpy_and_texts_keep_numbers_unknown() -> None:
+    def program() -> None:
+        losses = [torch.randn(3).sum().item() for _ in range(2)]
+        assert np.isfinite(losses[0])
+        if np.mean(losses) < 1 or (np.array([1.0]) * losses[0] > 2).any():
+            print("small")
+        if np.float32(1) < losses[0] or float(f"{losses[0]:.2f}") > 3:
+            print("large")
+
+    assert len(planned(program).branches) == 2
+
+
 def map_of(make: Callable[[Any], Any]) -> None:
     make(torch.randn(3).sum())
 
 
-def test_a_plain_number_is_refused() -> None:
-    with pytest.raises(PretendError, match=r"write item\(\)"):
-        planned(partial(map_of, float))
+@pytest.mark.parametrize("make", [float, lambda x: np.float64(x.item())])
+def test_a_plain_number_is_refused(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(PretendError, match=r"item\(\)"):
+        planned(partial(map_of, make))
 
 
 def test_a_loop_that_ends_by_a_value_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -27,6 +28,7 @@ from tilework.plan.unknown import (
     lacks_values,
     refuse,
     unknown_number,
+    with_objects,
 )
 
 #: Methods that need the values themselves.
@@ -39,6 +41,8 @@ _READS = {
     "__dlpack__": "hands a tensor to another library",
 }
 _ANSWERS = ("item", "__float__", "__bool__", "tolist", "__repr__", "__format__")
+#: The classes of functions of Python, of ``math``, and of numpy.
+_FUNCTIONS = ("function", "builtin_function_or_method", "_ArrayFunctionDispatcher")
 #: The folder of tilework, whose code knows of tensors without memory.
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _KINDS = (Tensor, torch.nn.Parameter, DTensor)
@@ -100,8 +104,13 @@ def replaced(device: torch.device, decisions: Decisions) -> Iterator[None]:
 
 @contextmanager
 def math_with_numbers() -> Iterator[None]:
-    """Within the block, functions of ``math`` take unknown numbers, wherever they were imported."""
+    """Within the block, functions of ``math`` and numpy take unknown numbers, wherever they were
+    imported.
+    """
     functions = {value: _computing(value) for value in vars(math).values() if _is_function(value)}
+    numpy: Any = sys.modules.get("numpy")
+    names = {} if numpy is None else vars(numpy)
+    functions |= {value: with_objects(value) for value in names.values() if _is_function(value)}
     found = [
         (scope, key, value)
         for scope in [vars(module) for module in list(sys.modules.values())]
@@ -111,7 +120,8 @@ def math_with_numbers() -> Iterator[None]:
     for scope, key, value in found:
         scope[key] = functions[value]
     try:
-        yield
+        with contextlib.nullcontext() if numpy is None else numpy.errstate(invalid="ignore"):
+            yield
     finally:
         for scope, key, value in found:
             scope[key] = value
@@ -129,7 +139,7 @@ def _computing(function: Any) -> Any:
 
 
 def _is_function(value: object) -> bool:
-    return type(value) is type(math.isnan)
+    return type(value).__name__ in _FUNCTIONS
 
 
 def _method(name: str, original: Any) -> Any:

@@ -84,7 +84,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lacks = not all(map(self.pretence.has_values, tensors))
         if lacks and _is_question(func):
             return decided()
-        result = func(*args, **kwargs)
+        result = truthful(func, *args, **kwargs)
         if lacks or any(map(is_unknown, (*args, *kwargs.values()))):
             for tensor in tensors_in(result):
                 self.pretence.lose(tensor)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
+import inspect
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,6 +28,8 @@ from tilework.errors import PretendError
 
 #: The most answers at one line, no and yes: a loop that ends by a value never ends here.
 _MOST_ANSWERS = 10_000, 1000
+#: Functions of ``math`` as they are before :func:`~tilework.plan.replacing.math_with_numbers`.
+_MATH = {name: value for name, value in vars(math).items() if callable(value)}
 _is_nan = math.isnan
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=", "ne": "<>"}
 #: The answers of ``math`` about numbers that are finite.
@@ -121,7 +126,7 @@ class UnknownNumber(Number):
     def _decides(self, function: Callable[..., Any], *inputs: Any) -> Any:
         if function in _FINITE:
             return _FINITE[function]
-        if function is float.is_integer:
+        if function in (float.is_integer, _MATH["isclose"]):
             return decided()
         refuse(f"makes a whole number of a number from a tensor ({function.__name__})")
 
@@ -137,19 +142,66 @@ class UnknownNumber(Number):
     def __hash__(self) -> int:
         return id(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """A function of ``math``, as numpy calls it for objects: ``numpy.exp`` calls ``exp()``."""
+        if name not in _MATH:
+            raise AttributeError(f"a number has no attribute {name!r}")
+        return partial(self.given_to, _MATH[name], self)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """numpy computes with the number as with other objects of Python."""
+        if ufunc.__name__ in _MATH and len(inputs) == 1 and method == "__call__":
+            return self.given_to(_MATH[ufunc.__name__], self)
+        return getattr(ufunc, method)(*map(as_object, inputs), **options)
+
     def __repr__(self) -> str:
-        return "nan"
+        return _Text("nan")
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(math.nan, spec.replace("d", "f"))
+        return _Text(format(math.nan, spec.replace("d", "f")))
 
     def __float__(self) -> float:
         return float_in(sys._getframe(1))
 
     def __reduce__(self) -> Any:
         return unknown_number, ()
+
+
+class _Text(str):
+    """A text of an unknown number, of which ``float()`` makes an unknown number."""
+
+    __slots__ = ()
+
+    def __float__(self) -> float:
+        return float_in(sys._getframe(1))
+
+
+def as_object(value: Any) -> Any:
+    """An unknown number, or a list with such, as an array of objects for numpy; else ``value``."""
+    make = inspect.unwrap(sys.modules["numpy"].array)
+    return make(value, dtype=object) if _has_unknown(value) else value
+
+
+def _has_unknown(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_unknown, value))
+    return isinstance(value, UnknownNumber)
+
+
+def with_objects(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of numpy that keeps unknown numbers as they are, in arrays of objects."""
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_has_unknown, (*args, *kwargs.values()))):
+            kwargs.pop("dtype", None)
+            args = tuple(map(as_object, args))
+            kwargs = {name: as_object(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return compute
 
 
 def unknown_number() -> UnknownNumber:
@@ -183,7 +235,10 @@ def float_in(frame: FrameType) -> float:
         raise RunAgain
     if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("BINARY"):
         return math.nan
-    refuse("makes a plain number of a tensor (write item())")
+    refuse(
+        "makes a plain number of a tensor, or gives the number to code in C, such as an array of "
+        "numpy (write item(), and keep numbers in lists)"
+    )
 
 
 class _LikeFloat(type):
@@ -199,6 +254,8 @@ class _KeptFloat(float, metaclass=_LikeFloat):
             return builtins.float.__new__(cls, value)
         if isinstance(value, UnknownNumber):
             return value
+        if isinstance(value, _Text):
+            return unknown_number()
         if isinstance(value, Tensor) and value.numel() == 1 and lacks_values(value):
             return unknown_number()
         return builtins.float(value)
