@@ -266,8 +266,9 @@ class SyncBatchNorm(_BatchNorm):
             _check_can_synchronise(name, layer, cls)
         plain = (each for each in module.modules() if isinstance(each, _BatchNorm))
         layers: list[Any] = [each for each in plain if not isinstance(each, cls)]
+        synchronised: Any = cls
         for layer in layers:
-            layer.__class__ = _with_base(layer, lambda base: _class_of(base, cls))
+            layer.__class__ = _with_base(layer, lambda base: _class_of(base, synchronised))
             layer.process_group = process_group
         return module
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -62,6 +63,11 @@ def truthful(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
     finally:
         _plain_truth -= 1
+
+
+def is_truthful(frame: FrameType) -> bool:
+    """True for code of tilework, and within :func:`truthful`: it sees where tensors are."""
+    return _plain_truth > 0 or frame.f_code.co_filename.startswith(_OWN)
 
 
 @contextmanager
@@ -186,10 +192,9 @@ def _attribute(name: str, original: Any, value: Any) -> property:
 
     def read(self: Tensor) -> Any:
         found = original.__get__(self)
-        if found is value or _plain_truth or type(self) not in _KINDS or not is_meta(self):
+        if found is value or type(self) not in _KINDS or not is_meta(self):
             return found
-        caller = sys._getframe(1).f_code.co_filename
-        return found if caller.startswith(_OWN) or lacks_memory(self) else value
+        return found if is_truthful(sys._getframe(1)) or lacks_memory(self) else value
 
     return _Claim(read, name)
 

@@ -100,7 +100,8 @@ def run_rank(
             pretending(pretence),
             replaced(job.device, job.decisions),
             attention_as_on(job.device),
-            WithoutMemory(pretence, job.device),
+            without := WithoutMemory(pretence, job.device),
+            without.asked,
         ):
             stack.enter_context(context)
         try:

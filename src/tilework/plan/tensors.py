@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -24,7 +26,7 @@ from tilework.dtensor.internal import tensors_in
 from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
 from tilework.plan.repeats import keep, key_of, repeated
-from tilework.plan.replacing import truthful
+from tilework.plan.replacing import is_truthful, truthful
 from tilework.plan.unknown import decided, is_unknown, refuse
 from tilework.tiled.rules import call_on_meta
 
@@ -38,6 +40,40 @@ _FILLS = (
 _aten = torch.ops.aten
 
 
+class AskedForMeta(TorchFunctionMode):
+    """Knows whether the program itself names the device ``meta``.
+
+    torch's own code for tensors without memory names the device of arguments, which is ``meta``,
+    and so does tilework's in Python; where that means meta itself, it says so by a text.
+    """
+
+    def __init__(self, pretence: Pretence) -> None:
+        super().__init__()
+        self._pretence = pretence
+        #: True while a function runs that the program has given the device to.
+        self.is_asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in (*args, *kwargs.values()) if _is_meta(x)]
+        is_text = any(isinstance(x, str) for x in given)
+        if self.is_asked or not given or (is_truthful(sys._getframe(1)) and not is_text):
+            return func(*args, **kwargs)
+        self.is_asked = True
+        try:
+            result = func(*args, **kwargs)
+            if args and result is args[0] and not self._pretence.is_absent(result):
+                return _aten._to_copy.default(result, device="meta")  # torch takes it for there
+            return result
+        finally:
+            self.is_asked = False
+
+
+def _is_meta(value: Any) -> bool:
+    """True for the device meta, or its name."""
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "meta"
+
+
 class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the mode, operators of this thread make tensors as the module says."""
 
@@ -45,6 +81,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.pretence = pretence
         self.device = device
+        self.asked = AskedForMeta(pretence)
         #: True once the program has given an infinity to an operator that keeps it.
         self.has_infinities = False
 
@@ -59,13 +96,15 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in((args, kwargs))
         if not self.has_infinities and math.inf in map(_size, args) and not _compares(func):
             self.has_infinities = True
-        asked = kwargs.get("device") if not tensors or _is_like(func) else None  # copies name it
-        if _is_asked(asked) if asked else tensors and all(map(self._is_absent, tensors)):
-            result = self._run(func, tensors, args, kwargs)
+        named = kwargs.get("device")
+        on_meta = self.asked.is_asked or (
+            (named is None or _is_meta(named)) and any(map(self._is_absent, tensors))
+        )
+        result = self._run(func, tensors, args, kwargs)
+        if on_meta:
             for tensor in tensors_in(result):
                 self.pretence.note_absent(tensor)
-            return result
-        return self._run(func, tensors, args, kwargs)
+        return result
 
     def _is_absent(self, tensor: Tensor) -> bool:
         return self.pretence.is_absent(tensor)
@@ -293,11 +332,6 @@ def _may_have_values(func: Any, tensor: Tensor) -> bool:
 def _is_fill(func: Any) -> bool:
     """True for operators that write values to a tensor, of whatever shape, and nothing else."""
     return func._schema.name.partition("::")[2] in _FILLS
-
-
-def _is_asked(device: Any) -> bool:
-    """True within ``torch.device("meta")``; torch's own code names the device of arguments."""
-    return torch.device(device).type == "meta" and torch.get_default_device().type == "meta"
 
 
 def _size(value: Any) -> float:

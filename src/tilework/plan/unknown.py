@@ -149,7 +149,7 @@ class UnknownNumber(Number):
         return partial(self.given_to, _MATH[name], self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """numpy computes with the number as with other objects of Python."""
+        """Numpy computes with the number as with other objects of Python."""
         if ufunc.__name__ in _MATH and len(inputs) == 1 and method == "__call__":
             return self.given_to(_MATH[ufunc.__name__], self)
         return getattr(ufunc, method)(*map(as_object, inputs), **options)

@@ -53,7 +53,7 @@ def list_orders(
     equal = (StageCost(),) * len(home)
     runs = product(rules.urgencies, dict.fromkeys((tuple(costs), equal)))
     tried = [_Scheduler(home, microbatches, rules, kinds, planned) for kinds, planned in runs]
-    found = [each.rows for each in tried if each.run()]
+    found: list[Orders] = [each.rows for each in tried if each.run()]
     if not found:
         # Limits may stop all ranks, but not if every microbatch that has begun has room to end.
         few = min(most // home.count(rank) for rank, most in zip(home, rules.live, strict=True))

@@ -409,7 +409,9 @@ class Schedule:
             ]
             rows.append((f"rank {rank}", spans))
         used = {a.kind for a in chain(*self.actions)}
-        kinds = {kind: look for kind, look in _COLOURS.items() if kind in used}
+        kinds: dict[str, tuple[str, str]] = {
+            kind: look for kind, look in _COLOURS.items() if kind in used
+        }
         return timeline(headline, rows, kinds, inherits, unit="")
 
 

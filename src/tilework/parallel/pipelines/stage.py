@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 
-from tilework.comm.per_call.internal import call_site, unrecorded
+from tilework.comm.per_call.internal import call_site, lacks_memory, unrecorded
 from tilework.comm.world import current_world
 from tilework.parallel.pipelines.split import CallOrder, Split, copied, stage_of
 from tilework.show import bytes_text
@@ -108,9 +108,10 @@ class Ghost(Tensor):
     @staticmethod
     @unrecorded
     def __new__(cls, like: Tensor, made_by: int, origin: str = "", parameter: str = "") -> Ghost:
-        shadow = like.detach() if like.is_meta else torch.empty_like(like, device="meta")
+        without_memory = lacks_memory(like)
+        shadow = like.detach() if without_memory else torch.empty_like(like, device="meta")
         walk, device = _current.walk, like.device
-        if like.is_meta:
+        if without_memory:
             device = torch.device("cpu") if walk is None else walk.device
         ghost: Ghost = Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=device
@@ -147,7 +148,7 @@ class Ghost(Tensor):
 def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     walk = _current.walk
     position = 0 if walk is None else walk.position
-    of_shadow: dict[int, Tensor] = {}
+    of_shadow: dict[int, Ghost] = {}
 
     def lower(value: Any) -> Any:
         if isinstance(value, Ghost):
