@@ -49,6 +49,7 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 _KINDS = (Tensor, torch.nn.Parameter, DTensor)
 #: Facts about the device, as the program would see them on a real rank.
 _DEVICE = {"is_meta": False, "is_cpu": True, "is_cuda": False}
+_GROUPED = "_group_tensors_by_device_and_dtype"
 #: The number of operators that run: torch's own code for tensors on meta must see where they are.
 _plain_truth = 0
 
@@ -91,6 +92,7 @@ def replaced(device: torch.device, decisions: Decisions) -> Iterator[None]:
             value = device.type == "cpu"
         put(Tensor, name, _attribute(name, getattr(torch._C.TensorBase, name), value))
         put(DTensor, name, _attribute(name, getattr(DTensor, name), value))
+    put(torch._C, _GROUPED, _grouped(getattr(torch._C, _GROUPED), device))
     put(torch.autocast, "__enter__", autocast_entered(torch.autocast.__enter__, device))
     put(torch.autocast, "__exit__", autocast_left(torch.autocast.__exit__))
     put(DataLoader, "_get_iterator", _iterator(DataLoader._get_iterator))
@@ -197,6 +199,16 @@ def _attribute(name: str, original: Any, value: Any) -> property:
         return found if is_truthful(sys._getframe(1)) or lacks_memory(self) else value
 
     return _Claim(read, name)
+
+
+def _grouped(original: Any, device: torch.device) -> Any:
+    @functools.wraps(original)
+    def group(*args: Any) -> Any:
+        """Lists of tensors by device and dtype, as optimizers ask for, by the job's device."""
+        found = original(*args)
+        return {(device if at.type == "meta" else at, of): x for (at, of), x in found.items()}
+
+    return group
 
 
 def _maker(original: Any) -> Any:
