@@ -70,7 +70,7 @@ class AskedForMeta(TorchFunctionMode):
 
 
 def _is_meta(value: Any) -> bool:
-    """True for the device meta, or its name."""
+    """True for the device meta, or for the name "meta"."""
     return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "meta"
 
 
