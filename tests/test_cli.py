@@ -35,13 +35,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "0", "train.py"], "the number of ranks must be at least 1, got 0"),
-        (["-n", "-2", "train.py"], "the number of ranks must be at least 1, got -2"),
+        (["-n", "0", "train.py"], "the number of ranks must be at least 1, got '0'"),
+        (["-n", "-2", "train.py"], "the number of ranks must be at least 1, got '-2'"),
         (["-n", "four", "train.py"], "must be auto or a whole number, such as 4, got 'four'"),
         (["--timeout", "0", "train.py"], "the timeout must be longer than 0 s, got '0'"),
         (["--timeout", "nan", "train.py"], "a number of seconds, such as 30 or 0.5, got 'nan'"),
         (["--timeout", "soon", "train.py"], "a number of seconds, such as 30 or 0.5, got 'soon'"),
         (["--master-port", "70000", "train.py"], "a number from 1 to 65535, got '70000'"),
+        (["--restarts", "-1", "train.py"], "the number of restarts must be at least 0, got '-1'"),
+        (["--elastic", "3:2", "train.py"], "such as 2:4 (1 <= MIN <= MAX), got '3:2'"),
+        (["--nnodes", "0", "train.py"], "the number of nodes must be at least 1, got '0'"),
         (["--backend", "smh", "train.py"], "unknown backend 'smh': did you mean 'shm'?"),
         (["--backend", "cpu:shm,gpu:nccl", "train.py"], "unknown device type 'gpu' in backend"),
         (["--backend", "threads", "train.py"], "use 'shm'"),

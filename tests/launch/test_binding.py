@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Collection
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from tests.launch.conftest import Launch
 from tilework.cores import read_topology
-from tilework.launch.binding import BindMode, bound_sets, cpu_list, hold, sets_for
+from tilework.launch.binding import BindMode, bound_sets, hold, sets_for
 
 PRINT_CPUS = """
 import json, os
@@ -46,6 +48,15 @@ def _machine(root: Path, nodes: int, cores: int, threads: int = 1) -> Path:
         (folder / "cpulist").write_text(",".join(map(str, listed)))
     (system / "cpu/online").write_text(f"0-{per_thread * threads - 1}")
     return root
+
+
+def cpu_list(cpus: Collection[int]) -> str:
+    """The numbers as text: ``0-2,5``."""
+    runs = (
+        [cpu for _, cpu in run]
+        for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])
+    )
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,6 @@ def test_a_secret_keeps_strangers_out(port: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nnodes": 0}, "at least 1"),
         ({"nnodes": 2, "node_rank": 2}, "0 to 1 with 2 nodes, got 2"),
         ({"nnodes": 2}, "--rdzv HOST:PORT"),
         ({"nnodes": 2, "rdzv": ("h", 1), "restarts": 1}, "ranks of one host"),

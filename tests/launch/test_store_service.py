@@ -159,7 +159,6 @@ def test_seats_of_a_lost_host_fit_hosts_with_as_many_ranks() -> None:
     ("options", "message"),
     [
         ({"elastic_nodes": (1, 2)}, "where `tilework store` serves"),
-        ({"elastic_nodes": (3, 2), "rdzv": ("h", 1)}, "1 <= MIN <= MAX"),
         ({"elastic_nodes": (1, 2), "rdzv": ("h", 1), "elastic": (1, 1)}, "leave out --elastic"),
         ({"elastic_nodes": (1, 2), "rdzv": ("h", 1), "master_port": 0}, "leave out --node-rank"),
     ],

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.store.state_machine import store_machine
 from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore, UnixStore
 from tilework.store.torch_bridge import TorchStoreAdapter, as_torch_store
-from tilework.testing.stores import Pair, StoreContract, store_machine
+from tilework.testing.stores import Pair, StoreContract
 
 SECRET = b"a secret of this test"
 

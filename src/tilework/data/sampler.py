@@ -96,7 +96,6 @@ class EpochPlace:
             self.move(epoch, 0)
 
     def move(self, epoch: int, taken: int) -> None:
-        """Let the next iteration begin in this epoch, after the rows that were taken."""
         self.epoch, self.start, self.taken = epoch, taken, taken
 
     def begin(self) -> int:
@@ -183,16 +182,13 @@ class DistributedSampler(EpochPlace, Sampler[int]):
 
     @property
     def num_replicas(self) -> int:
-        """The number of ranks that share the rows."""
         return self.division.ranks
 
     @property
     def rank(self) -> int:
-        """This rank's number among those that share the rows."""
         return self.division.rank
 
     def __len__(self) -> int:
-        """The number of this rank's rows in a full epoch."""
         return self.division.count(self._length)
 
     def __iter__(self) -> Iterator[int]:

@@ -1,11 +1,4 @@
-"""Seeing: what all ranks do, on one timeline, with a judgement of who is waited for, and where.
-
-Example:
-    >>> from tilework.inspect import trace
-    >>> with trace("trace/") as seen:  # doctest: +SKIP
-    ...     train()
-    >>> print(seen.summary())  # doctest: +SKIP
-"""
+"""Seeing: what all ranks do, on one timeline, with a judgement of who is waited for, and where."""
 
 from tilework.inspect.format import TraceError
 from tilework.inspect.judging import Late, Speed, Summary, summarize

@@ -72,7 +72,6 @@ class _Tracks:
         raise AssertionError
 
     def of(self, op: TracedOperation) -> int:
-        """The track of an operation; operations come in the order of their calls."""
         name = f"{'engine' if op.is_async else 'group'} {op.group.title}"
         if op.number == 0:
             name = f"messages of {op.group.title}"
@@ -87,7 +86,6 @@ class _Tracks:
         return number
 
     def names(self) -> Iterator[Event]:
-        """The events that name the rank and the tracks."""
         rank = self._trace.rank
         yield _meta("process_name", rank, 0, name=f"rank {rank} ({self._trace.host})")
         yield _meta("process_sort_index", rank, 0, sort_index=rank)

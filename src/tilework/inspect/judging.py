@@ -110,7 +110,6 @@ class Summary:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The sentences, one a line."""
         late = [_late_text(each, self.seconds) for each in self.late[:_MOST_TOLD]]
         return [
             *(late or [self._even_text()]),
@@ -221,7 +220,6 @@ class _Judge:
         return slowest(each for own in whole for each in stragglers(own))
 
     def late(self) -> Iterator[Late]:
-        """The ranks that are late at a line."""
         for group, own in self._own.items():
             if len(own) < 2 or len(own) < len(group.ranks):
                 continue
@@ -232,7 +230,6 @@ class _Judge:
                     yield from [found] if found is not None else self._late_in(group, rank, numbers)
 
     def _by_line(self, group: TracedGroup, rank: int, common: set[int]) -> Iterator[list[int]]:
-        """The numbers of a group's collectives, by the line of the call and of the call before."""
         calls = self._calls[group][rank]
         by_line: dict[tuple[str, str, str], list[int]] = defaultdict(list)
         for number in sorted(common):

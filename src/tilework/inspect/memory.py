@@ -46,7 +46,6 @@ class Peak:
     by: Mapping[tuple[str, Use], int] = field(default_factory=dict)
 
     def by_use(self) -> dict[Use, int]:
-        """The bytes by use, all modules together."""
         return {use: sum(n for (_, u), n in self.by.items() if u == use) for use in USES}
 
     def __str__(self) -> str:
@@ -88,9 +87,6 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A use that becomes known later counts for the past, too: ``peak`` is right once the step is
     over.
 
-    Args:
-        tell: Called with the bytes by use after each operator that changed them.
-
     Example:
         >>> import torch
         >>> from tilework.inspect import MemoryByUse
@@ -105,9 +101,8 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would load torch's compiler
 
-    def __init__(self, tell: Callable[[Mapping[Use, int]], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
         self._live: dict[int, _Storage] = {}
         #: Storages that were freed, by address; a callback may come in any thread.
         self._freed: deque[int] = deque()
@@ -122,7 +117,6 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> dict[Use, int]:
-        """The bytes by use now."""
         self._find_gradients()
         self._bury()
         return {use: self._now[use] for use in USES}
@@ -192,16 +186,10 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaf = getattr(node, "variable", None)  # only of a node that adds to a gradient
         if leaf is not None:
             self._leaves[id(leaf)] = leaf
-        if self._total != before:
-            self._note_now()
-        return result
-
-    def _note_now(self) -> None:
-        if self._tell is not None:
-            self._tell(self._now)
         sink = current_world().sink
-        if isinstance(sink, Writer):
+        if self._total != before and isinstance(sink, Writer):
             sink.note_memory({str(use): size for use, size in self._now.items()})
+        return result
 
     # -- births, deaths, uses ----------------------------------------------------------------
 
@@ -261,7 +249,7 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what modules, autograd and optimizers do --------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: object) -> None:
-        if self._modules.is_outside:
+        if self._modules.current is None:
             self._know(module)
         self._modules.enter(module)
 
@@ -269,7 +257,6 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules.leave()
 
     def _know(self, module: nn.Module) -> None:
-        """Mark the parameters of a module that is called, and their gradients."""
         self._modules.know(module)
         for each in module.modules():
             name = self._modules.name(each)
@@ -311,7 +298,6 @@ class MemoryByUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._know_parameter(parameter)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """The step is over: what the optimizer keeps are states."""
         self._in_step -= 1
         for parameter, states in list(optimizer.state.items()):
             for tensor in tensors_in(states):
@@ -330,12 +316,7 @@ class _Modules:
         self._whose: list[str] = []
 
     @property
-    def is_outside(self) -> bool:
-        return not self._stack
-
-    @property
     def current(self) -> str | None:
-        """The module whose forward pass runs; None if none does."""
         return self._stack[-1] if self._stack else None
 
     def know(self, root: nn.Module) -> None:
@@ -385,7 +366,6 @@ def _follow_optimizers() -> None:
 
 
 def _active() -> Iterator[MemoryByUse]:
-    """The modes of this thread."""
     stack = _get_current_dispatch_mode_stack()
     return (mode for mode in stack if isinstance(mode, MemoryByUse))
 

@@ -69,7 +69,6 @@ def _picture(timeline: Timeline, headline: str, start: int, end: int) -> str:
 
 
 def _bars(trace: RankTrace, waits: Mapping[int, TracedWait], start: int, end: int) -> list[Bar]:
-    """The bars of a rank between two times, in milliseconds from the first."""
     found: list[tuple[int, int, str, str]] = []
     for op in trace.operations:
         begun, over = op.blocked

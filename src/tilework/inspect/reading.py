@@ -37,7 +37,6 @@ class TracedGroup:
 
     @property
     def title(self) -> str:
-        """The description, or the name if there is none."""
         return printable(self.description or self.name)
 
 
@@ -64,7 +63,6 @@ class TracedOperation:
 
     @property
     def name(self) -> str:
-        """The operation without dtype and shapes."""
         return self.what.partition(" ")[0]
 
     @property
@@ -100,7 +98,6 @@ class TracedSpan:
 
     @property
     def is_of_torch(self) -> bool:
-        """True of an event of torch's profiler, whose threads have numbers of their own."""
         return self.thread < 0
 
 
@@ -259,7 +256,6 @@ def read_file(path: Path, most_bytes: int = MOST_READ_BYTES, sample: Sample = _A
 
 
 def _chunks(file: BinaryIO) -> Iterator[list[bytes]]:
-    """The lines that are left of a file, many at a time."""
     rest = b""
     while data := file.read(_MOST_LINE_BYTES):
         *lines, rest = (rest + data).split(b"\n")

@@ -40,12 +40,10 @@ class JointOperation:
 
     @property
     def last_entry(self) -> int:
-        """When the last rank entered."""
         return max(part.entered for part in self.parts.values())
 
     @property
     def complete(self) -> bool:
-        """True if the part of every rank is known."""
         return not self.number or len(self.parts) == len(self.group.ranks)
 
 
@@ -66,7 +64,6 @@ class Timeline:
 
     @property
     def waits(self) -> Iterator[TracedWait]:
-        """All waits of ranks for other ranks."""
         return (wait for meeting in self.meetings for wait in meeting.waits)
 
 

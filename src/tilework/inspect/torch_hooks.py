@@ -47,7 +47,6 @@ def follow_profiler() -> None:
 
 
 def _events_of(result: Any) -> Iterator[ProfiledEvent]:
-    """The events of a profile, in order of time."""
     ahead = time.time_ns() - time.monotonic_ns()
     for each in sorted(result.events(), key=lambda event: (event.start_ns(), -event.end_ns())):
         if each.name().startswith("["):  # counters of memory

@@ -72,19 +72,11 @@ def trace(folder: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> It
     Raises:
         TraceError: The rank is traced already, or the folder cannot be made.
 
-    Example:
-        >>> import tempfile, time, tilework.distributed as dist
-        >>> from tilework.inspect import trace
-        >>> from tilework.testing import run_ranks
-        >>> folder = tempfile.mkdtemp()
-        >>> def program(rank):
-        ...     with trace(folder) as seen:
-        ...         for _ in range(20):
-        ...             time.sleep(0.02 if rank == 2 else 0)
-        ...             dist.barrier()
-        ...     return seen.summary().late[0].rank
-        >>> run_ranks(3, program)
-        [2, 2, 2]
+    Example::
+
+        with trace("trace/") as seen:
+            train()
+        print(seen.summary())
     """
     if most_bytes < 1:
         raise TraceError(f"most_bytes must be at least 1, got {most_bytes}")

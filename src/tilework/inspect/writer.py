@@ -130,15 +130,12 @@ class Writer:
         self._add((time.monotonic_ns(), threading.get_ident(), None))
 
     def note_step(self) -> None:
-        """Write that a step is over."""
         self._notes.append(("s", time.monotonic_ns() - self._began))
 
     def take_profile(self, events: Iterable[ProfiledEvent]) -> None:
-        """Write what torch's profiler has seen during the trace."""
         self._notes.extend(event for event in events if event.start >= self._began)
 
     def note_memory(self, by_use: Mapping[str, int]) -> None:
-        """Write the rank's memory, at most once a millisecond."""
         now = time.monotonic_ns()
         self._memory = dict(by_use)
         if now - self._memory_at >= _MEMORY_NANOSECONDS:
@@ -361,9 +358,7 @@ def _digest(text: str) -> str:
 
 
 def _clock() -> str:
-    """An id of the monotonic clock: equal on a host until it starts anew, but for containers that
-    have another time.
-    """
+    """An id of the monotonic clock: of the host's boot, and of a container's own time."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with suppress(OSError):
@@ -373,7 +368,6 @@ def _clock() -> str:
 
 
 def _limits() -> dict[str, float]:
-    """By operation: the most bytes a second that the calibration has measured."""
     limits: dict[str, float] = {}
     for operation, size, _, seconds in host_calibration().measurements:
         limits[operation] = max(limits.get(operation, 0.0), size / max(seconds, 1e-9))
@@ -381,7 +375,6 @@ def _limits() -> dict[str, float]:
 
 
 def _is_of_job(path: Path, job: str) -> bool:
-    """True if the file is of another process of the job."""
     header = _header_of(path)
     return header is not None and header.get("job") == job and header.get("pid") != os.getpid()
 

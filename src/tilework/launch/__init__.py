@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, NoReturn
 from tilework.errors import RankFailedError
 from tilework.from_torch import refuse_left_out
 from tilework.launch.pool import RankPool, ranks
-from tilework.launch.settings import LaunchSettings
 from tilework.launch.spawn import RunningRanks, spawn
 
-__all__ = ["LaunchSettings", "RankFailedError", "RankPool", "RunningRanks", "ranks", "spawn"]
+__all__ = ["RankFailedError", "RankPool", "RunningRanks", "ranks", "spawn"]
 
 
 if not TYPE_CHECKING:  # type checkers would take any name as defined

@@ -30,16 +30,9 @@ _LOCKS: Final = "tilework-cpus"
 def sets_for(mode: BindMode, ranks: int, topology: Topology) -> CpuSets:
     """The CPUs for each of this host's ranks, in their order; empty: ranks are not bound. Pure.
 
-    Args:
-        mode: ``cores``: each rank has CPUs that no other rank has, all on one memory node if there
-            are at least as many ranks as nodes; ``numa``: each rank has all CPUs of a memory node;
-            ``auto``: as ``cores`` if there are enough cores, else ranks are not bound; ``none``:
-            ranks are not bound.
-        ranks: The number of ranks on this host.
-        topology: The CPUs that may be used.
-
-    Raises:
-        ValueError: ``mode`` is ``cores``, and there are fewer cores than ranks.
+    ``cores``: each rank has CPUs that no other rank has, all on one memory node if there are at
+    least as many ranks as nodes; ``numa``: all CPUs of a memory node; ``auto``: as ``cores`` if
+    there are enough cores. Raises ValueError for ``cores`` with fewer cores than ranks.
     """
     cores = len(topology.cores)
     if mode == "none" or (mode == "auto" and ranks > cores):
@@ -137,19 +130,3 @@ def on_cpus(cpus: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def cpu_list(cpus: Collection[int]) -> str:
-    """The numbers of ``cpus`` as text, in the kernel's format.
-
-    Example:
-        >>> cpu_list({0, 1, 2, 5})
-        '0-2,5'
-    """
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1][1:] = [cpu]
-        else:
-            runs.append([cpu])
-    return ",".join("-".join(map(str, run)) for run in runs)

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TypeAlias, get_args
 
 from tilework.cores import read_topology, usable_cores
 from tilework.errors import DistNetworkError, DistStoreError
@@ -80,7 +81,7 @@ def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
 
 
 def parser_of_commands(version: str) -> argparse.ArgumentParser:
-    """The parser of all commands; ``checkpoint`` is only listed, as cli.py runs that command."""
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="tilework",
         description="Sharded tensors and process groups for PyTorch.",
@@ -95,22 +96,34 @@ def parser_of_commands(version: str) -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_explain(commands)
     _add_trace(commands)
-    _add_checkpoint(commands)
+    # Only listed: cli.py runs that command.
+    commands.add_parser("checkpoint", help="show, verify, compare and convert checkpoints")
     return parser
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _parser(
+    commands: _Commands, name: str, about: str, notes: str, usage: str | None = None
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=about,
+        usage=usage,
+        epilog=notes,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 # tilework run
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "run",
-        help="run a script on several ranks of this machine",
-        usage="tilework run [options] SCRIPT | -m MODULE [arguments]",
-        epilog=_RUN_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add_run(commands: _Commands) -> None:
+    about = "run a script on several ranks of this machine"
+    usage = "tilework run [options] SCRIPT | -m MODULE [arguments]"
+    parser = _parser(commands, "run", about, _RUN_NOTES, usage)
     add = parser.add_argument
     add("-n", "--ranks", *_TORCHRUN_NAMES, type=_ranks, metavar="N", help=_RANKS_HELP)
     add("--backend", type=_backend, metavar="B", help='such as "shm", "gloo", "cpu:shm,cuda:nccl"')
@@ -200,31 +213,27 @@ def _settings(
 ) -> LaunchSettings:
     try:
         sets_for(options.bind, ranks, read_topology())
-        return _checked_settings(options, ranks)
+        return LaunchSettings(
+            nprocs=ranks,
+            start=options.start,
+            backend=options.backend,
+            timeout=options.timeout,
+            log_dir=options.log_dir,
+            master_port=0 if options.tcp and options.master_port is None else options.master_port,
+            prefix=options.prefix,
+            restarts=options.restarts,
+            elastic=options.elastic,
+            grace=options.grace,
+            bind=options.bind,
+            nnodes=options.nnodes[0],
+            elastic_nodes=options.nnodes[1],
+            node_rank=options.node_rank,
+            rdzv=options.rdzv,
+            trace=options.trace,
+            watch=options.watch,
+        )
     except ValueError as error:  # options that contradict each other
         parser.error(str(error))
-
-
-def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings:
-    return LaunchSettings(
-        nprocs=ranks,
-        start=options.start,
-        backend=options.backend,
-        timeout=options.timeout,
-        log_dir=options.log_dir,
-        master_port=0 if options.tcp and options.master_port is None else options.master_port,
-        prefix=options.prefix,
-        restarts=options.restarts,
-        elastic=options.elastic,
-        grace=options.grace,
-        bind=options.bind,
-        nnodes=options.nnodes[0],
-        elastic_nodes=options.nnodes[1],
-        node_rank=options.node_rank,
-        rdzv=options.rdzv,
-        trace=options.trace,
-        watch=options.watch,
-    )
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
@@ -285,30 +294,28 @@ def _script_guess(name: str) -> str:
     return f" (looked in {os.path.abspath(folder or '.')!r})"
 
 
+def _number(text: str, what: str, least: int) -> int:
+    if not text.removeprefix("-").isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{what} must be at least {least}, got {text!r}")
+    return int(text)
+
+
 def _ranks(text: str) -> int:
     if text == "auto":
         return usable_cores()
-    try:
-        ranks = int(text)
-    except ValueError:
+    if not text.removeprefix("-").isdecimal():
         raise argparse.ArgumentTypeError(
             f"the number of ranks must be auto or a whole number, such as 4, got {text!r}"
-        ) from None
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"the number of ranks must be at least 1, got {ranks}")
-    return ranks
+        )
+    return _number(text, "the number of ranks", 1)
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"the number of restarts must be 0 or more, got {text!r}")
-    return int(text)
+    return _number(text, "the number of restarts", 0)
 
 
 def _nodes(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"the number of nodes must be at least 1, got {text!r}")
-    return int(text)
+    return _number(text, "the number of nodes", 1)
 
 
 def _nodes_or_range(text: str) -> tuple[int, tuple[int, int] | None]:
@@ -329,10 +336,6 @@ def _host_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _elastic(text: str) -> tuple[int, int]:
-    return _range(text, "ranks", "2:4")
-
-
 def _range(text: str, what: str, example: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     if not (least.isdecimal() and colon and most.isdecimal() and 1 <= int(least) <= int(most)):
@@ -341,6 +344,9 @@ def _range(text: str, what: str, example: str) -> tuple[int, int]:
             f"{text!r}"
         )
     return int(least), int(most)
+
+
+_elastic = partial(_range, what="ranks", example="2:4")
 
 
 def _torchrun_binding(text: str) -> str:
@@ -386,13 +392,9 @@ whoever reaches the port can read and write the store.
 """
 
 
-def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "store",
-        help="serve the store of a job whose hosts come and go",
-        epilog=_STORE_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_store(commands: _Commands) -> None:
+    about = "serve the store of a job whose hosts come and go"
+    parser = _parser(commands, "store", about, _STORE_NOTES)
     help_ = "an address of this host, which the others reach, and a free port"
     parser.add_argument("address", metavar="HOST:PORT", type=_host_port, help=help_)
     parser.set_defaults(parser=parser, command=_store)
@@ -421,15 +423,10 @@ The exit status is 0, or 1 if ranks would part, or memory does not suffice.
 """
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="say what a job of N ranks needs and sends, without running it",
-        usage="tilework plan --ranks N [options] SCRIPT | -m MODULE [arguments]",
-        epilog=_PLAN_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add_plan(commands: _Commands) -> None:
+    about = "say what a job of N ranks needs and sends, without running it"
+    usage = "tilework plan --ranks N [options] SCRIPT | -m MODULE [arguments]"
+    parser = _parser(commands, "plan", about, _PLAN_NOTES, usage)
     add = parser.add_argument
     add("-n", "--ranks", type=_ranks, metavar="N", required=True, help="number of ranks")
     add("--hosts", type=_nodes, default=1, metavar="H", help="number of hosts (default: 1)")
@@ -456,13 +453,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 # tilework doctor
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="print what this machine has, and test a group of two ranks",
-        epilog=_DOCTOR_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_doctor(commands: _Commands) -> None:
+    about = "print what this machine has, and test a group of two ranks"
+    parser = _parser(commands, "doctor", about, _DOCTOR_NOTES)
     parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     parser.add_argument("--describe", metavar="FILE", type=Path, help=_DESCRIBE_HELP)
     parser.add_argument("--rdzv", metavar="HOST:PORT", type=_host_port, help=_DOCTOR_RDZV_HELP)
@@ -501,14 +494,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return status
 
 
-# tilework checkpoint
-
-
-def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    # For the list of commands: cli.py hands the rest on.
-    commands.add_parser("checkpoint", help="show, verify, compare and convert checkpoints")
-
-
 # tilework explain
 
 _EXPLAIN_NOTES = """\
@@ -523,13 +508,9 @@ is explained, 2 if there is no record that can be read.
 """
 
 
-def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "explain",
-        help="diagnose flight records: who waited for whom, and why",
-        epilog=_EXPLAIN_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_explain(commands: _Commands) -> None:
+    about = "diagnose flight records: who waited for whom, and why"
+    parser = _parser(commands, "explain", about, _EXPLAIN_NOTES)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the records are")
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     parser.set_defaults(
@@ -551,13 +532,9 @@ The exit status is 0, or 2 if there is no trace that can be read.
 """
 
 
-def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "trace",
-        help="show what ranks did, on one timeline: who was waited for, and where",
-        epilog=_TRACE_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_trace(commands: _Commands) -> None:
+    about = "show what ranks did, on one timeline: who was waited for, and where"
+    parser = _parser(commands, "trace", about, _TRACE_NOTES)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the traces are")
     parser.add_argument("-o", dest="output", metavar="FILE", type=Path, help=_TRACE_OUTPUT_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")

@@ -145,8 +145,7 @@ MAX_SUMMARY_CHARS: Final = 2000
 _MARK: Final = b'{"tilework": '
 #: Frames in these files belong to the launcher, not to the program.
 _OWN_FILES: Final = tuple(
-    os.path.join(os.path.dirname(__file__), name)
-    for name in ("rank.py", "program.py", "spawned.py", "packing.py", "pool.py")
+    os.path.join(os.path.dirname(__file__), name) for name in ("rank.py", "program.py", "pool.py")
 )
 
 
@@ -253,7 +252,6 @@ def _format(error: BaseException) -> str:
 
 
 def _program_frames(error: BaseException) -> TracebackType | None:
-    """The error's traceback without the launcher's frames at the top."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
@@ -319,12 +317,10 @@ class RankFailure:
 
     @property
     def exit_status(self) -> int:
-        """The exit status as a shell shows it."""
         return 128 - self.code if self.code < 0 else self.code
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended or stopped the rank; None if it exited."""
         return -self.code if self.code < 0 else None
 
     @property

@@ -117,7 +117,6 @@ def _headline_and_rest(failure: RankFailure) -> tuple[str, str | None]:
 
 
 def _short(site: str) -> str:
-    """The file alone if the path is long: the traceback has the path."""
     return site if len(site) <= _MAX_SITE_CHARS else os.path.basename(site)
 
 
@@ -149,7 +148,6 @@ def failure_text(failure: RankFailure, colour: bool = False) -> str:
 
 
 def _without_told(trace: str, summary: str, rest: str | None) -> str:
-    """The traceback without the part of the error's first line that the headline has."""
     name = summary.partition(":")[0]
     lines = trace.split("\n")
     for i in reversed(range(len(lines))):
@@ -180,7 +178,6 @@ def other_failures_text(
 
 
 def _class(failure: RankFailure) -> str:
-    """The class of the error that a rank has reported; empty if the rank reported none."""
     return failure.report.summary.partition(":")[0] if failure.report is not None else ""
 
 

@@ -48,21 +48,15 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Frontend:
-    """The input, output and signals of ``tilework run``; ranks started by a program have none."""
+    """The endpoints of ``tilework run``, whose creator closes them; started ranks have none."""
 
-    #: The output of this host's ranks. The creator of the frontend closes it at the end.
     output: Output
-    #: The launcher's standard input. The creator of the frontend closes it at the end.
     stdin: StandardInput
-    #: The signals to the launcher, which only the supervisor's loop reads.
     inbox: SignalInbox
-    #: Called with the failure to blame, and with failures that the job outlives.
     on_failure: Callable[[RankFailure], None]
-    #: Called when the user asks for flight records, by SIGUSR1 to the launcher.
     on_asked: Callable[[], None]
     #: The CPUs of each rank of this host, by local rank; empty: any.
     cpus: CpuSets = ()
-    #: Given if lines about this host's ranks are wanted.
     watch: RankLine | None = None
 
 
@@ -125,7 +119,6 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the job."""
         self.close()
 
     def supervise(self, timeout: timedelta | None = None) -> Outcome | None:
@@ -140,23 +133,23 @@ class Job:
         return self._supervisor.outcome
 
     def stop(self, steps: Sequence[TerminationStep], timeout: timedelta) -> None:
-        """End the ranks by ``steps`` and wait at most ``timeout``."""
         assert self._supervisor is not None
         self._supervisor.stop(steps)
         self._supervisor.run(timeout.total_seconds())
 
     @property
     def pids(self) -> list[int]:
-        """The ranks' process ids, in their order."""
         return [rank.pid for rank in self._ranks]
 
     def close(self) -> None:
         """End every rank, wait for it, and remove everything made for the job. Idempotent."""
-        with contextlib.ExitStack() as stack:  # every step, whatever the others raise
-            stack.callback(self._remove_folder)
-            stack.callback(self._close_guardian)
-            stack.callback(self._close_server)
-            stack.callback(self._close_cell)
+        with contextlib.ExitStack() as stack:  # every step, whatever the others raise; last first
+            if self._folder is not None:
+                stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            for each in (self._guardian, self._server, self._store, self._cell):
+                if each is not None:
+                    stack.callback(each.close)
+            self._ticket_store = None
             stack.callback(self._end_processes)
 
     # Starting
@@ -177,19 +170,19 @@ class Job:
             self._cell.start()
         if self._server is not None:
             self._server.start()
-        if self.recovery is not None:
-            self._ticket_store = self._open_ticket_store(rendezvous)
+        if self.recovery is not None and rendezvous.store is not None:
+            self._ticket_store = TicketStore(self._store_at(rendezvous.store, rendezvous))
         if self._place.late and self._ticket_store is not None:
             self._events_before = len(self._ticket_store.events())
             changes = len(self._changes())
             self._newcomers = {rank.pid: changes for rank in self._ranks}
         self._rendezvous = rendezvous
 
-    def _open_ticket_store(self, rendezvous: Rendezvous) -> TicketStore:
-        assert rendezvous.store is not None
-        secret = bytes.fromhex(rendezvous.secret) or None
-        self._store = launcher_store(rendezvous.store, _STORE_TIMEOUT, secret)
-        return TicketStore(self._store)
+    def _store_at(self, place: str, rendezvous: Rendezvous) -> Store:
+        if self._store is None:
+            secret = bytes.fromhex(rendezvous.secret) or None
+            self._store = launcher_store(place, _STORE_TIMEOUT, secret)
+        return self._store
 
     def _note_end(self, rank: RankProcess) -> None:
         """Note in the store that ``rank`` has ended, for ranks that may wait for it."""
@@ -198,10 +191,7 @@ class Job:
         if rendezvous is None or place is None or self._place.world_size < 2:
             return
         with contextlib.suppress(DistError):
-            if self._store is None:
-                secret = bytes.fromhex(rendezvous.secret) or None
-                self._store = launcher_store(place, _STORE_TIMEOUT, secret)
-            EndedRanks(self._store).add(rank.rank)
+            EndedRanks(self._store_at(place, rendezvous)).add(rank.rank)
 
     def _restart(self, rank: RankProcess) -> None:
         assert self._rendezvous is not None
@@ -376,29 +366,6 @@ class Job:
             )
             linux.adopt_orphans(False)
             self._adopting = False
-
-    def _close_cell(self) -> None:
-        if self._cell is not None:
-            self._cell.close()
-
-    def _close_server(self) -> None:
-        self._ticket_store = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    def _close_guardian(self) -> None:
-        if self._guardian is not None:
-            self._guardian.close()
-            self._guardian = None
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
 
 def _free_port() -> int:

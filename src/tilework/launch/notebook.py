@@ -39,7 +39,6 @@ class CellOutput:
         self._idle.set()
 
     def open(self, rank: int) -> RankEnds:
-        """Make the pipe of one rank, for both stdout and stderr."""
         reader, writer = os.pipe()
         assembler = LineAssembler(prefix_for(rank, colour=False), terminal=True)
         self._selector.register(reader, selectors.EVENT_READ, assembler)
@@ -67,7 +66,6 @@ class CellOutput:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Wait for the last lines, once the ranks have ended. Idempotent."""
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
             self._thread = None

@@ -113,11 +113,9 @@ class Guardian:
 
     @property
     def pid(self) -> int | None:
-        """The guardian's process id; None where it could not be started."""
         return None if self._process is None else self._process.pid
 
     def watch(self, group: int) -> None:
-        """Add a process group to those that the guardian kills if this process dies."""
         self._write(f"{group}\n")
 
     def forget_in_child(self) -> None:

@@ -53,11 +53,9 @@ class NonblockingOutput:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes not written yet."""
         return self._pending_bytes
 
     def write(self, data: bytes) -> None:
-        """Queue ``data`` and write as much as possible now."""
         if data and self.broken is None:
             self._pending.append(memoryview(data))
             self._pending_bytes += len(data)
@@ -128,11 +126,9 @@ class Screen:
 
     @property
     def due(self) -> float | None:
-        """The time at which to call :meth:`write_due`; None if no line waits."""
         return None if self._merger is None else self._merger.due
 
     def write_due(self) -> None:
-        """Write the lines that have waited long enough for equal ones."""
         if self._merger is not None:
             self._write(self._merger.take(time.monotonic()))
 
@@ -145,7 +141,6 @@ class Screen:
             self.output.write(data if self._live is None else self._live.above(data))
 
     def live(self, data: bytes) -> None:
-        """Pass on what rank 0 wrote to its pseudo-terminal."""
         if self._live is not None:
             self.output.write(self._live.feed(data))
 
@@ -203,11 +198,9 @@ class RankStream:
         self.close()
 
     def fileno(self) -> int:
-        """The descriptor to poll; -1 once closed."""
         return self._fd
 
     def close(self) -> None:
-        """Stop reading. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -237,7 +230,6 @@ class LogFile:
         self.problem = ""
 
     def write(self, data: bytes) -> None:
-        """Append ``data``; after a failed write, do nothing."""
         view = memoryview(data)
         try:
             while view and self._file is not None:
@@ -247,7 +239,6 @@ class LogFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -265,7 +256,6 @@ class RankEnds:
     stderr: int
 
     def close(self) -> None:
-        """Close both."""
         for fd in {self.stdout, self.stderr}:
             os.close(fd)
 
@@ -299,7 +289,6 @@ class Output:
 
     @property
     def screens(self) -> list[Screen]:
-        """The distinct destinations."""
         return [self.stdout] if self._merged else [self.stdout, self.stderr]
 
     def write_notice(self, text: str) -> None:
@@ -329,7 +318,6 @@ class Output:
                 fcntl.ioctl(master, termios.TIOCSWINSZ, size)
 
     def take_problems(self) -> list[str]:
-        """Problems with log files since the last call."""
         problems = [log.problem for log in self._logs.values() if log.problem]
         for log in self._logs.values():
             log.problem = ""
@@ -343,7 +331,6 @@ class Output:
             log.close()
 
     def drain(self) -> None:
-        """Read the rest in all pipes, pass it on, and close them."""
         for stream in self.streams:
             stream.finish()
 

@@ -37,7 +37,6 @@ class LineAssembler:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take ``data``; return the lines that are now complete."""
         head, newline, tail = data.rpartition(b"\n")
         out = b""
         if newline:
@@ -121,7 +120,6 @@ class LineMerger:
 
     @property
     def due(self) -> float | None:
-        """The time at which the first waiting line must be written; None if no line waits."""
         return self._queue[0].due if self._queue else None
 
     def feed(self, rank: int, prefix: bytes, data: bytes, now: float) -> bytes:
@@ -136,12 +134,14 @@ class LineMerger:
     def take(self, now: float) -> bytes:
         """Remove and return lines that have waited long enough, or that all ranks have printed."""
         out = b""
-        while self._queue and (self._queue[0].due <= now or self._is_full(self._queue[0])):
+        while self._queue:
+            first = self._queue[0]
+            if first.due > now and len(first.prefixes) < self._ranks:
+                break
             out += self._pop()
         return out
 
     def flush(self) -> bytes:
-        """Remove and return all lines that wait."""
         out = b""
         while self._queue:
             out += self._pop()
@@ -168,14 +168,12 @@ class LineMerger:
         self._last_of[rank] = self._count
 
     def _is_source(self, rank: int, text: bytes) -> bool:
-        """True for the line of source code that follows a warning which was hidden."""
         if rank not in self._hiding:
             return False
         self._hiding.discard(rank)
         return text.startswith(b"  ")
 
     def _hides(self, rank: int, text: bytes) -> bool:
-        """True for a warning that was shown already, when another rank gave it."""
         if not _WARNING.match(text) or len(self._given) >= _MOST_WARNINGS:
             return False
         self._given[rank, text] += 1
@@ -184,9 +182,6 @@ class LineMerger:
             return True
         self._shown[text] += 1
         return False
-
-    def _is_full(self, pending: _Pending) -> bool:
-        return len(pending.prefixes) == self._ranks
 
     def _pop(self) -> bytes:
         pending = self._queue.popleft()
@@ -254,7 +249,6 @@ class LiveDisplay:
         self._alternate = False
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to write to the terminal when rank 0 has written ``data``."""
         data = self._partial + data
         cut = _PARTIAL.search(data)
         keep = cut is not None and len(data) - cut.start() <= _MAX_PARTIAL_BYTES
@@ -267,7 +261,6 @@ class LiveDisplay:
         return bytes(out)
 
     def above(self, lines: bytes) -> bytes:
-        """The bytes that show whole ``lines`` of other ranks above rank 0's display."""
         if not self._frame or self._alternate:
             return lines
         frame = bytes(self._frame)
@@ -315,7 +308,6 @@ class LiveDisplay:
             self._frame += out
 
     def _ends_frame(self, token: bytes) -> bool:
-        """True if the frame ends at ``token``: it is final, or the next frame overwrites it."""
         if token == b"\n":
             return not self._hidden
         one_line = b"\n" not in self._frame

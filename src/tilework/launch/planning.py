@@ -64,6 +64,5 @@ def _run(program: Program) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block, nothing is printed: all ranks but the first."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

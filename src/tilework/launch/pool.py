@@ -94,7 +94,8 @@ class RankPool:
         ]
         if failures:
             # Interrupted ranks only waited, even if the cause looks like a consequence.
-            own = [failure for failure in failures if not _is_interrupt(failure.report)]
+            interrupt = "builtins.KeyboardInterrupt"
+            own = [f for f in failures if f.report and interrupt not in f.report.classes]
             root = root_cause(own or failures)
             raise RankFailedError(failure_text(root).rstrip("\n"), root.rank, root.code)
         results = {rank: answers[rank].result for rank in range(len(self._links))}
@@ -114,11 +115,9 @@ class RankPool:
         self._kill()
 
     def __enter__(self) -> RankPool:
-        """The object itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the pool."""
         self.close()
 
     def _send(self, call: Packed) -> None:
@@ -189,10 +188,6 @@ class RankPool:
         self._running.close()
 
 
-def _is_interrupt(report: FailureReport | None) -> bool:
-    return report is not None and "builtins.KeyboardInterrupt" in report.classes
-
-
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Hold back Ctrl-C until the block ends; only in the main thread, which alone gets it."""
@@ -251,7 +246,6 @@ def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None 
 
 
 def _links(door: Door, running: RunningRanks) -> list[Connection]:
-    """A connection to each rank, in the order of ranks."""
     links: dict[int, Connection] = {}
     while door.awaited:
         if running.join(timedelta(milliseconds=1)):

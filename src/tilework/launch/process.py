@@ -34,7 +34,6 @@ class Ending:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the process; None if it exited."""
         return -self.code if self.code < 0 else None
 
 
@@ -74,14 +73,12 @@ class RankProcess:
 
     @property
     def report(self) -> FailureReport | None:
-        """The failure report; None before it was received."""
         if self._words is None and self._report:
             self._words = decode(bytes(self._report))[0]
         return self._words
 
     @property
     def crash_trace(self) -> str:
-        """The trace that faulthandler wrote; empty if none."""
         return decode(bytes(self._report))[1]
 
     @property
@@ -114,7 +111,6 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and to everything in the rank's process group."""
         if self._reaped:
             return
         try:
@@ -130,13 +126,14 @@ class RankProcess:
             self._reaped = True
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
-        self._close_report()
-        self._close_pidfd()
+        self.forget_in_child()
 
     def forget_in_child(self) -> None:
-        """Close the launcher's descriptors in a forked child, which is another rank."""
+        """Close the descriptors, of which a forked child has copies."""
         self._close_report()
-        self._close_pidfd()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def _poll(self) -> int | None:
         if hasattr(os, "waitid"):
@@ -169,11 +166,6 @@ class RankProcess:
             os.close(self.report_fd)
             self.report_fd = -1
 
-    def _close_pidfd(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
 
 # Either way the rank leads a process group and has no controlling terminal: Ctrl-C reaches only the
 # launcher, and everything that the rank starts can be signalled as one group. The rank leads a
@@ -190,7 +182,6 @@ class Standard:
     stderr: int | None = None
 
     def pairs(self) -> list[tuple[int, int]]:
-        """(descriptor, 0 to 2) for each standard stream that is not the launcher's own."""
         sources = (self.stdin, self.stdout, self.stderr)
         return [(fd, target) for target, fd in enumerate(sources) if fd is not None]
 
@@ -225,7 +216,6 @@ class ForkStarter:
         self._heap.enter_context(inside.frozen_heap())
 
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
-        """Fork, run the program in the child, and return the child's process id."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # there may be no such stream
                 stream.flush()  # or the child would write it a second time
@@ -298,7 +288,6 @@ class FreshStarter:
         )
 
     def close(self) -> None:
-        """Close the file that ranks read. Idempotent."""
         self._file.close()
 
 

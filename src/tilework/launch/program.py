@@ -38,7 +38,6 @@ class Packed:
     """The typed lines, for tracebacks, in the form of ``linecache``."""
 
     def load(self) -> Any:
-        """The value. Raises whatever the loading raises."""
         linecache.cache.update(self.sources)
         if self.main:
             _recreate_main(self.main)
@@ -90,7 +89,6 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles functions that were typed in, with this process's ``__main__`` as their globals."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find a class as pickle does, except for cloudpickle's maker of functions."""
         found = super().find_class(module, name)
         return _in_main(found) if name == "_make_function" else found
 
@@ -152,7 +150,6 @@ class Script:
     arguments: tuple[str, ...] = ()
 
     def run(self, rank: int) -> None:
-        """Run the script as ``__main__``. Raises whatever the script raises."""
         sys.argv = [self.path, *self.arguments]
         if not os.path.isfile(self.path) or _is_archive(self.path):
             _set_first_path(None)  # run_path adds the folder or archive itself
@@ -175,7 +172,6 @@ class Module:
     arguments: tuple[str, ...] = ()
 
     def run(self, rank: int) -> None:
-        """Run the module as ``__main__``. Raises ImportError if there is none, or its errors."""
         sys.argv = ["-m", *self.arguments]
         _set_first_path(os.getcwd())
         spec, code = _find_module(self.name)

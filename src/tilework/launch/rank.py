@@ -151,7 +151,6 @@ def run_program_of_rank(program: Program, plan: RankPlan) -> int:
 
 
 def _traced() -> contextlib.AbstractContextManager[object]:
-    """Write this rank's trace in the block, if the environment names a folder for traces."""
     folder = os.environ.get(TRACE_VARIABLE)
     if not folder:
         return contextlib.nullcontext()
@@ -161,7 +160,6 @@ def _traced() -> contextlib.AbstractContextManager[object]:
 
 
 def _count_steps() -> None:
-    """Count steps of optimizers, for the launcher's lines."""
     from tilework.inspect import count_steps
 
     count_steps()
@@ -197,7 +195,6 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _report(error: BaseException, code: int, fd: int) -> None:
-    """Send the failure report to the launcher, and call the program's own hook for exceptions."""
     data = memoryview(encode(describe(error, code)))
     with contextlib.suppress(OSError):
         while data:
@@ -228,7 +225,6 @@ def _call_hook(error: BaseException) -> None:
 
 
 def _hook() -> Callable[..., object]:
-    """The program's hook for uncaught exceptions, without torch.distributed's around it."""
     hook = sys.excepthook
     if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
         cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
@@ -280,7 +276,6 @@ class PackedProgram:
     packed: Packed
 
     def run(self, rank: int) -> None:
-        """Load the program and run it. Raises whatever the program raises."""
         cast(Program, self.packed.load()).run(rank)
 
 

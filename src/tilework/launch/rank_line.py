@@ -75,7 +75,6 @@ class RankLine:
         self._next = self.due = max(now, self._next + self.seconds)
 
     def _answers(self, pids: Mapping[int, int]) -> dict[int, Record]:
-        """The records that were written since the ranks were asked, by rank."""
         records: dict[int, Record] = {}
         with contextlib.suppress(OSError):  # nobody has written yet
             records = read_latest_run(self.folder).records

@@ -89,11 +89,9 @@ class Recovery:
         self._finished.append(Happening(seconds, rank, "ended (exit code 0)"))
 
     def note(self, rank: int | None, text: str) -> None:
-        """Note an event with the current time."""
         self.happenings.append(Happening(time.monotonic() - self._began, rank, text))
 
     def note_told(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Note events that ranks have reported."""
         for event in events:
             self._seats = event["seats"] if event["kind"] in _CHANGES else self._seats
             describe = _TEXTS.get(event["kind"])

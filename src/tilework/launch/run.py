@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tilework.comm.launching import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
-from tilework.launch.binding import CpuSets, bound_sets
+from tilework.launch.binding import bound_sets
 from tilework.launch.elastic_nodes import join_service
 from tilework.launch.environment import thread_environment
 from tilework.launch.failure_report import RankFailure
@@ -37,16 +37,9 @@ _LAST_FLUSH_SECONDS = 1.0
 def run(settings: LaunchSettings, program: Program) -> int:
     """Run ``program`` on every rank and return the exit status; blocks until all is over.
 
-    For a process that is only the launcher, in the main thread: handles signals, and passes stdin,
-    stdout and stderr on.
-
-    Returns:
-        0; the exit status of the rank whose failure ended the job (128 + number for a signal); or
-        128 + number of the signal that this process got (130 for Ctrl-C).
-
-    Raises:
-        OSError: The log folder cannot be written, or ranks cannot be started.
-        NodesError, DistNetworkError: The launchers of several hosts did not find each other.
+    For a process that is only the launcher, in the main thread. The status is 0, that of the rank
+    whose failure ended the job, or 128 + number of the signal that this process got. Raises OSError
+    if nothing can be started or written, NodesError or DistNetworkError if launchers do not meet.
     """
     die_quietly()
     _occupy_standard_descriptors()
@@ -60,44 +53,44 @@ def run(settings: LaunchSettings, program: Program) -> int:
             join = join_nodes if settings.elastic_nodes is None else join_service
             nodes = join(settings)
             stack.callback(nodes.close)
-        return _run_here(settings, program, threads, nodes, cpus)
-
-
-def _run_here(
-    settings: LaunchSettings,
-    program: Program,
-    threads: int | None,
-    nodes: Nodes | None,
-    cpus: CpuSets,
-) -> int:
-    if settings.start == "fork":
-        _preload()
-    flight = FlightFolder.choose(settings.log_dir, os.environ)
-    os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # ranks inherit our environment
-    output = Output(settings)
-    with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
-        return _run(
-            settings, program, threads, _Parts(output, stdin, flight, settings.trace, nodes, cpus)
-        )
+        if settings.start == "fork":
+            _preload()
+        flight = FlightFolder.choose(settings.log_dir, os.environ)
+        os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # ranks inherit our environment
+        printer = _Printer(Output(settings), flight, settings.trace)
+        stack.callback(printer.output.close)
+        stdin = stack.enter_context(contextlib.closing(StandardInput()))
+        with SignalInbox() as inbox:
+            front = Frontend(
+                printer.output,
+                stdin,
+                inbox,
+                printer.print_failure,
+                printer.print_flight_folder,
+                cpus,
+                _watch(settings, printer, nodes),
+            )
+            with Job(settings, program, threads, front, nodes=nodes) as job:
+                outcome = job.supervise()
+        # From here on there is nothing to clean up, and a signal again ends this process at once,
+        # even if nobody reads the rest of the output.
+        assert outcome is not None
+        printer.output.drain()
+        printer.print_summary(outcome, job.left_behind, job.recovery)
+        printer.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
+        return outcome.exit_status
 
 
 @dataclass(frozen=True)
-class _Parts:
-    #: The output of this host's ranks, and the launcher's own notices.
+class _Printer:
+    """Prints what happened to the ranks, beside their output."""
+
     output: Output
-    #: The launcher's standard input, for rank 0.
-    stdin: StandardInput
-    #: The folder for the flight records of this host's ranks.
     flight: FlightFolder
     #: The folder of the ranks' traces; None: they are not traced.
-    trace: Path | None = None
-    #: The place among several hosts' launchers; None: the job has a single host.
-    nodes: Nodes | None = None
-    #: The CPUs of each rank of this host, by local rank; empty: any.
-    cpus: CpuSets = ()
+    trace: Path | None
 
     def print_failure(self, failure: RankFailure) -> None:
-        """Print the root failure, after all earlier output of that rank."""
         for stream in self.output.streams:
             stream.read()
         self.output.report(failure_text(failure, wants_colour(2)))
@@ -105,7 +98,6 @@ class _Parts:
             self.output.log_failure(failure.rank, f"{failure.traceback.rstrip()}\n")
 
     def print_flight_folder(self) -> None:
-        """Print the folder of the flight records that the user asked for."""
         self.flight.wanted = True
         self.output.write_notice(
             f"tilework: ranks write their flight records to {self.flight.path}\n"
@@ -114,7 +106,6 @@ class _Parts:
     def print_summary(
         self, outcome: Outcome, left_behind: list[str], recovery: Recovery | None
     ) -> None:
-        """Print the problems and notes at the end of the job."""
         if outcome.root is not None:
             self.output.report(other_failures_text(outcome.root, outcome.others, wants_colour(2)))
         for failure in outcome.others:
@@ -136,37 +127,15 @@ class _Parts:
             self.output.write_notice(f"tilework: {line}\n")
 
 
-def _run(settings: LaunchSettings, program: Program, threads: int | None, parts: _Parts) -> int:
-    with SignalInbox() as inbox:
-        front = Frontend(
-            parts.output,
-            parts.stdin,
-            inbox,
-            parts.print_failure,
-            parts.print_flight_folder,
-            parts.cpus,
-            _watch(settings, parts),
-        )
-        with Job(settings, program, threads, front, nodes=parts.nodes) as job:
-            outcome = job.supervise()
-    # From here on there is nothing to clean up, and a signal again ends this process at once,
-    # even if nobody reads the rest of the output.
-    assert outcome is not None
-    parts.output.drain()
-    parts.print_summary(outcome, job.left_behind, job.recovery)
-    parts.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
-    return outcome.exit_status
-
-
-def _watch(settings: LaunchSettings, parts: _Parts) -> RankLine | None:
+def _watch(settings: LaunchSettings, printer: _Printer, nodes: Nodes | None) -> RankLine | None:
     if settings.watch is None:
         return None
-    title = "" if parts.nodes is None else f"node {parts.nodes.place.node}: "
+    title = "" if nodes is None else f"node {nodes.place.node}: "
 
     def write(line: str) -> None:
-        parts.output.write_notice(f"tilework: {title}{line}\n")
+        printer.output.write_notice(f"tilework: {title}{line}\n")
 
-    return RankLine(settings.watch.total_seconds(), parts.flight.path, write)
+    return RankLine(settings.watch.total_seconds(), printer.flight.path, write)
 
 
 def _preload() -> None:

@@ -24,7 +24,6 @@ class Seats:
 
     @property
     def numbers(self) -> range:
-        """The global ranks."""
         return range(self.first, self.first + self.ranks)
 
 
@@ -48,7 +47,6 @@ class Seating:
         self._came_at = 0.0
 
     def arrive(self, caller: int, ranks: int, host: str, now: float) -> None:
-        """A launcher has come, and waits for seats."""
         self.waiting[caller], self._came_at = (ranks, host), now
 
     def leave(self, caller: int) -> Seats | None:

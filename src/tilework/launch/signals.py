@@ -86,13 +86,11 @@ class SignalInbox:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> SignalInbox:
-        """Start to collect."""
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before = _install(dict.fromkeys(HANDLED_SIGNALS, _nothing))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the former handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

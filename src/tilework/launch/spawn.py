@@ -84,11 +84,9 @@ class RunningRanks:
         return cast(Packed, pickle.loads(file.read_bytes())).load_result(rank)
 
     def __enter__(self) -> RunningRanks:
-        """The object itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the ranks."""
         self.close()
 
 

@@ -62,11 +62,9 @@ class StandardInput:
             self._writer = -1
 
     def descriptors(self) -> list[int]:
-        """The descriptors that a forked rank must close."""
         return [fd for fd in (self.nothing, self._reader, self._writer) if fd >= 0]
 
     def close(self) -> None:
-        """Close the descriptors. Idempotent."""
         for fd in self.descriptors():
             os.close(fd)
         self.nothing = self._reader = self._writer = -1

@@ -60,7 +60,6 @@ class Outcome:
 
     @property
     def exit_status(self) -> int:
-        """The launcher's exit status."""
         if self.interrupted is not None:
             return 128 + self.interrupted
         if self.lost_output is not None:  # as for any program at the head of a broken pipe
@@ -155,7 +154,6 @@ class Supervisor:
         return Outcome(failures.pop(self._root.rank), tuple(failures.values()))
 
     def stop(self, steps: Sequence[TerminationStep]) -> None:
-        """Begin to end all ranks, replacing earlier steps."""
         self._steps = list(steps)
         self._stop_began = time.monotonic()
         self._step()
@@ -168,7 +166,6 @@ class Supervisor:
     # Waiting and reading
 
     def _serve(self, deadline: float | None) -> None:
-        """Wait for the next event or deadline, and handle it."""
         callbacks = self._readers()
         poll = select.poll()
         for fd in callbacks:
@@ -189,7 +186,6 @@ class Supervisor:
         self._clear_orphans()
 
     def _readers(self) -> dict[int, Callable[[], object]]:
-        """Descriptors to read, with the functions to call when they are readable."""
         callbacks: dict[int, Callable[[], object]] = {}
         for rank in self.ranks:
             if rank.alive and rank.end_fd is not None:
@@ -209,7 +205,6 @@ class Supervisor:
         return callbacks
 
     def _writers(self) -> dict[int, Callable[[], object]]:
-        """Descriptors to write, with the functions to call when they are writable."""
         screens = self._screens()
         return {s.output.fileno(): s.output.pump for s in screens if s.output.pending_bytes}
 
@@ -409,7 +404,6 @@ class Supervisor:
         return True
 
     def _answer(self, recovery: Recovery, failure: RankFailure) -> Answer:
-        """The answer to a failure; ranks of other nodes count as others that train."""
         living = [each for each in self.ranks if each.alive and each.report is None]
         elsewhere = 0 if self.around.link is None else self.around.link.ranks_elsewhere
         answer = recovery.answer(failure, len(self.around.members(living)) + elsewhere)
@@ -426,7 +420,6 @@ class Supervisor:
         return [max(before, key=lambda each: each.time), failure]
 
     def _tell(self, failure: RankFailure) -> None:
-        """Report a failure to the user, once."""
         if failure not in self._told_failures:
             self._told_failures.append(failure)
             self.around.on_failure(failure)
@@ -504,7 +497,6 @@ class Supervisor:
 
 
 def _told(failure: RankFailure) -> Message:
-    """A failure as a message to other nodes' launchers."""
     report = failure.report
     return {
         "rank": failure.rank,

@@ -100,11 +100,11 @@ class _Redirected:
             each
             for name, each in model.named_modules()
             if info.submodule_prefixes
-            and any(f"{known}." in info.submodule_prefixes for known in self._fqns(model, name))
+            and any(
+                f"{known}." in info.submodule_prefixes
+                for known in self._torchs._get_fqns(model, name)
+            )
         }
-
-    def _fqns(self, model: nn.Module, name: str) -> Iterable[str]:
-        return self._torchs._get_fqns(model, name)  # type: ignore[no-any-return]
 
 
 def _redirect(torchs: ModuleType) -> None:

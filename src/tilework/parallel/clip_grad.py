@@ -195,7 +195,6 @@ class _Groups:
         return self.known[key]
 
     def forget_groups(self) -> None:
-        """Forget all groups. Called when a new default group has renumbered the ranks."""
         self.known.clear()
 
 
@@ -215,7 +214,6 @@ def _outside(mesh: Any) -> str:
 
 
 def _mesh_of(tensor: Tensor) -> Any:
-    """The mesh of a DTensor of this library or of torch; None for a plain tensor."""
     return cast(Any, tensor).device_mesh if _is_distributed(tensor) else None
 
 

@@ -174,12 +174,10 @@ class DiLoCo(Optimizer):
             self._set_model()
 
     def _stamp(self) -> list[tuple[int, int]]:
-        """Addresses and versions of the first common parameter."""
         first = self.state[self._pairs[0][0]][_COMMON]
         return [(each.data_ptr(), each._version) for each in local_tensors(first)]
 
     def _facts(self) -> dict[str, object]:
-        """The facts that all replicas have in common at an outer step."""
         facts: dict[str, object] = {"every": self.every, "outer steps": self.outer_steps}
         for name, (parameter, _) in zip(self._names, self._pairs, strict=True):
             facts[name] = described(self.state[parameter][_COMMON], True)

@@ -80,13 +80,9 @@ def get_params_to_average(params: Params) -> list[nn.Parameter]:
     Args:
         params: Parameters, or an optimizer's parameter groups.
 
-    Example:
-        >>> import torch
-        >>> from tilework.parallel import get_params_to_average
-        >>> used, unused = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-        >>> used.grad = torch.zeros(1)
-        >>> len(get_params_to_average([used, unused]))
-        1
+    Example::
+
+        graded = get_params_to_average(optimizer.param_groups)
     """
     return [parameter for parameter in _each(params) if parameter.grad is not None]
 

@@ -105,7 +105,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
 
     def _deal(self) -> None:
-        """Give each new parameter to the rank that owns the fewest elements. Local."""
         new = [p for group in self.param_groups for p in group["params"] if p not in self._owner]
         for parameter in sorted(new, key=lambda p: -p.numel()):  # stable: the same on every rank
             rank = min(range(len(self._loads)), key=self._loads.__getitem__)
@@ -183,7 +182,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             target.update(_settings(source))
 
     def _filled(self) -> list[int]:
-        """The numbers of the parameter groups of which this rank owns a parameter."""
         return [at for at, g in enumerate(self.param_groups) if self._own_part(g)["params"]]
 
     def _compare(self) -> None:
@@ -290,7 +288,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._saved = gathered
 
     def _by_index(self) -> dict[int, Any]:
-        """The optimizer states that this rank keeps, by the parameter's number among all."""
         assert self.optim is not None
         every = [p for group in self.param_groups for p in group["params"]]
         return {at: self.optim.state[p] for at, p in enumerate(every) if p in self.optim.state}
@@ -397,7 +394,6 @@ class _BucketStep:
             self.optim.state = whole.optim.state  # one state for all buckets
 
     def is_of_others(self, parameters: Sequence[Tensor]) -> bool:
-        """True if ``parameters`` differ from the parameters that this object was made for."""
         return [*map(id, parameters)] != [*map(id, self._parameters)]
 
     def step(self, grads: Sequence[Tensor]) -> None:

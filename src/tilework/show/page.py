@@ -32,13 +32,6 @@ class TextTable:
         rows: A cell for each column: text, text in a style, or, in the last column, a bar.
         numbers: The columns that are aligned to the right.
         optional: Columns that are left out, in this order, where there is no room for them.
-
-    Example:
-        >>> from tilework.show import Page
-        >>> print(Page(TextTable(("rank", "bytes"), [("0", "128 B"), ("1", "8 B")], {1})))
-        rank  bytes
-        0     128 B
-        1       8 B
     """
 
     titles: Sequence[str]

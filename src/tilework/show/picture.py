@@ -111,7 +111,6 @@ class Picture:
 
 
 def _meets(box: Region, sliced: list[int], place: Sequence[tuple[int, int]]) -> bool:
-    """True if the box and the slice, from index to index of each sliced dim, overlap."""
     starts = zip(sliced, place, strict=True)
     return all(box.offsets[dim] <= start < box.ends[dim] for dim, (start, _) in starts)
 
@@ -190,7 +189,6 @@ class _Drawing:
                 self.spans[number] = top, bottom, left, right
 
     def lines(self) -> Iterator[list[Styled]]:
-        """The drawing, with the numbers along the dims."""
         colours = self.picture.colours
         rows = self._characters()
         margins = [""] * len(rows)
@@ -231,7 +229,6 @@ class _Drawing:
         return [frame, *inner, frame]
 
     def _texts(self, grid: list[list[int]]) -> Iterator[tuple[int, int, str]]:
-        """The row, column and text of each label."""
         for number, (top, bottom, left, right) in self.spans.items():
             width = self.across.edges[right] - self.across.edges[left] - 1
             labels = self.picture.labels[number]

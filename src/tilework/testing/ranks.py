@@ -127,20 +127,14 @@ def _raise_first(outcomes: Sequence[_Outcome], failed: Sequence[int]) -> NoRetur
 class _Program:
     """The program that each rank runs, and the arguments of :func:`run_ranks` for it."""
 
-    #: Called with the rank, then with ``args``.
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    #: The number of ranks.
     size: int
-    #: None: threads for threads, shm for processes.
     backend: str | None
-    #: For the whole run, and for each operation of the default group.
     timeout: timedelta
-    #: True: make the default group before ``fn``, and destroy it after.
     init: bool
 
     def run(self, rank: int, store: Store, default_backend: str) -> Any:
-        """Run the program as rank ``rank``; with ``init``, make the default group first."""
         if not self.init:
             return self.fn(rank, *self.args)
         init_process_group(
@@ -297,7 +291,6 @@ def _fork(program: _Program, rank: int, address: str, secret: bytes) -> _Child:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent is gone."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -335,7 +328,6 @@ def _pickled(outcome: _Outcome) -> bytes:
 
 
 def _collect(program: _Program, children: Sequence[_Child]) -> None:
-    """Read the outcomes of forked ranks from the pipes until all have ended, or time is up."""
     deadline = time.monotonic() + program.timeout.total_seconds() + 1.0
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -350,7 +342,6 @@ def _collect(program: _Program, children: Sequence[_Child]) -> None:
 
 
 def _end(children: Sequence[_Child]) -> None:
-    """Reap every rank, killing those that still run; then close the pipes."""
     for child in children:
         deadline = time.monotonic() + 1.0
         while child.exitcode is None:

@@ -41,7 +41,6 @@ class StorageContract(ABC):
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Storage:
-        """A storage with an empty folder."""
         place = self.storage(tmp_path)
         place.prepare()
         return place
@@ -177,7 +176,6 @@ class _Refusing:
         return _FailingWriter(self, self._create(name))
 
     def count(self) -> None:
-        """Count a call, and raise if it is to be refused."""
         self.left -= 1
         if self.left == -1:
             raise OSError(28, "no space")

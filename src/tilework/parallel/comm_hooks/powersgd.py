@@ -232,7 +232,6 @@ def _prepared(state: PowerSGDState, index: int, number: int, matrix: Tensor) -> 
 
 
 def _rest(bucket: GradBucket, compressed: Sequence[_Matrix]) -> list[Tensor]:
-    """The gradients of a bucket that are sent without compression."""
     numbers = {each.key[1] for each in compressed}
     if -1 in numbers:
         return []
@@ -240,7 +239,6 @@ def _rest(bucket: GradBucket, compressed: Sequence[_Matrix]) -> list[Tensor]:
 
 
 def _second_phase(state: PowerSGDState, compressed: Sequence[_Matrix], group: ProcessGroup) -> None:
-    """Orthogonalise the averaged P, compute Q = M' P, and average Q over the group. Collective."""
     for each in compressed:
         orthogonalize(each.p, state.orthogonalization_epsilon)
         torch.mm(each.matrix.t(), each.p, out=each.q)
@@ -251,7 +249,6 @@ def _second_phase(state: PowerSGDState, compressed: Sequence[_Matrix], group: Pr
 
 
 def _unpack(work: Work | None, flat: Tensor | None, tensors: Sequence[Tensor]) -> None:
-    """Wait for ``work``, if any, and copy the consecutive parts of ``flat`` to ``tensors``."""
     if work is not None:
         work.wait()
     if flat is not None:

@@ -55,16 +55,6 @@ class SlowLinks:
     Raises:
         ValueError: Ranks differ in an argument; ``sent`` is another dtype, or ``hosts`` does not
             have each rank once.
-
-    Example:
-        >>> import torch
-        >>> from tilework.parallel.comm_hooks import SlowLinks
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     links = SlowLinks(hosts=[[0, 1], [2]])
-        ...     return links.sum(torch.tensor([rank + 0.5, 2.0])).tolist()
-        >>> run_ranks(3, program)
-        [[4.5, 6.0], [4.5, 6.0], [4.5, 6.0]]
     """
 
     def __init__(

@@ -52,7 +52,6 @@ class MeshAxis:
     )
 
     def placements(self, layout: Placement, others: Placement) -> list[Placement]:
-        """The placements of ``layout`` along this axis, and of ``others`` along each other one."""
         return [layout if axis == self.number else others for axis in range(self.mesh.ndim)]
 
     def annotate(
@@ -120,7 +119,6 @@ class MeshAxis:
             )
 
     def _names(self, others: bool = False) -> str:
-        """The name of this axis, or those of the others."""
         names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
         chosen = [n for i, n in enumerate(names) if (i != self.number) is others]
         return ", ".join(map(repr, chosen)) or "no other axis"

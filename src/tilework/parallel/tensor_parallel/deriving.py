@@ -102,19 +102,9 @@ def derive_plan(
         TypeError: The model has DTensors, or no example is known.
         ValueError: The mesh has several axes.
 
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import derive_plan
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        ...     return str(derive_plan(mlp, init_device_mesh("cpu", (2,)), (torch.ones(4, 64),)))
-        >>> print(run_ranks(2, program)[0])
-        tensor parallel over 2 ranks:
-        0 by columns, 2 by rows: a rank holds 68.5 KiB less, receives 1 KiB
-        in all a rank receives 1 KiB in a forward
+    Example::
+
+        print(derive_plan(model, mesh, (tokens,)))
     """
     check_is_module(model, "derive_plan")
     if any(isinstance(each, DTensor) for each in (*model.parameters(), *model.buffers())):
@@ -241,12 +231,10 @@ class _Deciding:
         return {each.weight for each in both}, LayerDecision(styles, saved, moved, text)
 
     def _held(self, dims: DimSet) -> set[int]:
-        """The tensors that have the dims: parameters and activations."""
         numbers = {number for number, _ in dims.nodes}
         return numbers - self._trace.made_of_parameters
 
     def _ends(self, dims: DimSet) -> tuple[list[Layer], list[Layer]]:
-        """The layers whose outputs have the dims, and the layers that sum over the dims."""
         columns, rows = [], []
         for weight, layers in self._layers.items():
             for layer in layers:
@@ -334,11 +322,9 @@ class _Deciding:
         return found
 
     def _received(self, sums: Iterable[int]) -> int:
-        """The bytes that a rank receives if each result in ``sums`` is reduced separately."""
         return sum(2 * self._less(self._trace.nbytes(each)) for each in sums)
 
     def _rest(self) -> str:
-        """The text on parameters outside of layers and cut stacks, the largest first."""
         inside = {each.name for layers in self._layers.values() for each in layers}
         stacked = {self._trace.parameters[number] for number in self._stacked}
         sizes: dict[str, int] = {}
@@ -355,7 +341,6 @@ class _Deciding:
         return ", ".join([*texts, *([f"others ({bytes_text(left)})"] if left else [])])
 
     def _less(self, nbytes: int) -> int:
-        """The bytes of a cut tensor that a rank need not hold."""
         return nbytes * (self._ranks - 1) // self._ranks
 
 

@@ -55,7 +55,6 @@ class DimSet:
     whole_for: str = ""
 
     def take(self, other: DimSet) -> None:
-        """Add everything from another set."""
         self.nodes |= other.nodes
         self.sizes |= other.sizes
         self.sums |= other.sums
@@ -100,7 +99,6 @@ class Trace:
         return self._sets[node]
 
     def join(self, nodes: list[Node]) -> DimSet:
-        """Merge the sets that contain these dims into a single set, and return it."""
         sets = [self.set_of(*node) for node in nodes]
         first = max(sets, key=lambda each: len(each.nodes))
         for other in sets:
@@ -110,7 +108,6 @@ class Trace:
         return first
 
     def need_whole(self, node: Node, who: str) -> None:
-        """Note that ``who`` needs all of a dim."""
         found = self.set_of(*node)
         found.whole_for = found.whole_for or who
 
@@ -119,7 +116,6 @@ class Trace:
         return number in self.parameters or number in self.made_of_parameters
 
     def nbytes(self, number: int) -> int:
-        """The bytes of a tensor."""
         return self.tensors[number].numel() * self.tensors[number].element_size()
 
 
@@ -189,7 +185,6 @@ class _Recorder(TorchFunctionMode):
     # -- modules -----------------------------------------------------------------------------
 
     def follow(self, model: nn.Module) -> None:
-        """Register hooks that note which module computes, and the weights and outputs of layers."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda m, _, n=name: self._enter(n, m))
             module.register_forward_hook(self._leave)
@@ -304,7 +299,6 @@ class _Factors:
         self._inner: set[Factor] = set()
 
     def join(self, call: LocalCall, tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        """Join the dims of each factor; note the dims that are needed whole."""
         for tensor, dims in zip(tensors, call.map.inputs, strict=True):
             self._add(tensor, dims, self._inputs, is_input=True)
         for tensor, dims in zip(outputs, call.map.outputs, strict=True):

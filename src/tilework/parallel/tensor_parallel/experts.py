@@ -183,7 +183,6 @@ class _Experts:
         return Replicate() if self.style.dispatch == "replicate" else Shard(0)
 
     def run(self, module: nn.Module, given: _Given) -> Tensor:
-        """The experts' results for each row, weighed and summed."""
         self._check(module, *given)
         rows = given[0]
         plain = not isinstance(rows, DTensor)
@@ -232,7 +231,6 @@ class _Experts:
     def _local(
         self, module: nn.Module, given: _Given, placements: list[Placement] | None
     ) -> Tensor:
-        """The result for this rank's rows. Collective over the axis."""
         rows, ids, weights = given
         (size, top), count = ids.shape, next(module.parameters()).shape[0]
         flat = ids.reshape(-1).long()
@@ -533,7 +531,6 @@ def _probabilities(
 
 
 def _reduced(vector: Tensor, seen: _Balance, mesh: DeviceMesh | None) -> Tensor:
-    """The sum of a vector over the ranks that have other rows."""
     if seen.placements is not None:
         made = DTensor.from_local(vector, seen.mesh, seen.placements, shape=vector.shape)
         vector = made.full_tensor()
@@ -597,7 +594,7 @@ def expert_report(model: nn.Module) -> ExpertReport:
     """The rows by expert and rank in the last forward of each module of experts. Local.
 
     Args:
-        model: A model with modules of :class:`ExpertParallel`. For an example see there.
+        model: A model with modules of :class:`ExpertParallel`.
 
     Raises:
         ValueError: There is none, or no forward was made.
