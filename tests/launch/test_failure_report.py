@@ -23,9 +23,13 @@ from tilework.launch.failure_report import (
     root_cause,
     settle_time,
 )
-from tilework.launch.failure_text import failure_text, headline, other_failures_text
+from tilework.launch.failure_text import failure_text, other_failures_text
 
-HERE = "tests/launch/test_failure_report.py:33"
+HERE = "tests/launch/test_failure_report.py:37"
+
+
+def headline(failure: RankFailure) -> str:
+    return failure_text(failure).partition("\n")[0]
 
 
 def report_of(error: BaseException, code: int = 1) -> FailureReport:

@@ -165,7 +165,7 @@ class DataLoader(TorchDataLoader[T_co]):
             )
         taken = state["rows_taken"]
         if self._own_sampler is not None:
-            self._own_sampler.resume(state["epoch"], taken)
+            self._own_sampler.load_state_dict({"epoch": state["epoch"], "taken": taken})
         elif taken % self._rows_of_a_step:
             raise ValueError(
                 f"cannot resume an iterable dataset after {taken} rows in steps of "

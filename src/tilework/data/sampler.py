@@ -192,7 +192,7 @@ class DistributedSampler(EpochPlace, Sampler[int]):
         return self.division.count(self._length)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's rows of the epoch, in order; after :meth:`resume`, once only the rest.
+        """This rank's rows of the epoch, in order; once only the rest, after a state was loaded.
 
         The place is read with the first row, since torch's loaders may make iterators in vain.
         """
@@ -216,25 +216,13 @@ class DistributedSampler(EpochPlace, Sampler[int]):
         Raises:
             ValueError: The dataset has fewer rows than were taken.
         """
-        self.resume(state["epoch"], state["taken"])
-
-    def resume(self, epoch: int, taken: int) -> None:
-        """Let the next iteration continue in an epoch after the rows that were taken.
-
-        Args:
-            epoch: The epoch.
-            taken: The number of rows of the epoch that all ranks together have taken already; there
-                may have been more ranks or fewer then.
-
-        Raises:
-            ValueError: The dataset has fewer rows than were taken.
-        """
+        taken = state["taken"]
         if not 0 <= taken <= self._length:
             raise ValueError(
                 f"cannot resume after {taken} rows (of all ranks together): the dataset has "
                 f"{self._length}. Use the dataset that the state was saved with"
             )
-        self.move(epoch, taken)
+        self.move(state["epoch"], taken)
 
 
 def divide(

@@ -30,6 +30,7 @@ from tilework.comm.backends.machine import (
 from tilework.cores import cpu_quota, host_topology, usable_cores
 from tilework.launch.binding import bound_sets
 from tilework.plan import measured_here
+from tilework.show import Page, TextTable, bytes_text
 from tilework.testing import run_ranks
 
 _TEST_RANKS: Final = 2
@@ -230,12 +231,7 @@ def describe(path: Path) -> int:
 
 
 def _size(nbytes: int) -> str:
-    if nbytes >= 1 << 40:
-        return "never"
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
+    return "never" if nbytes >= 1 << 40 else bytes_text(nbytes)
 
 
 def _range(first: int, end: int) -> str:
@@ -243,15 +239,8 @@ def _range(first: int, end: int) -> str:
 
 
 def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head, justify="right" if head in ("bytes", "µs", "value") else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    numbers = {at for at, head in enumerate(heads) if head in ("bytes", "µs", "value")}
+    Page((title, "bold"), TextTable(heads, rows, numbers), "").print()
 
 
 def _try(kind: Kind) -> ReportLine:
@@ -387,14 +376,11 @@ def show_report(sections: Mapping[str, Sequence[ReportLine]]) -> None:
     for title, findings in sections.items():
         table.add_section()
         for position, finding in enumerate(findings):
+            note = f"\n[dim]{escape(finding.note)}[/]" if finding.note else ""
             table.add_row(
                 f"[bold]{title}[/]" if position == 0 else "",
                 escape(finding.name),
                 _MARKS[finding.state],
-                _text(escape(finding.value), escape(finding.note)),
+                escape(finding.value) + note,
             )
     Console().print(table)
-
-
-def _text(value: str, note: str) -> str:
-    return f"{value}\n[dim]{note}[/]" if note else value

@@ -93,31 +93,25 @@ _HINTS: Final = {
 }
 
 
-def headline(failure: RankFailure) -> str:
-    """A line that says which rank failed, where and how; long messages are cut after a clause."""
-    return _headline_and_rest(failure)[0]
-
-
 def _headline_and_rest(failure: RankFailure) -> tuple[str, str | None]:
     """The headline, and the rest of the error's first line; None: the headline has the whole."""
     if failure.lost_node:
-        return f"{failure.lost_node} failed: {_how(failure)}", None
+        return f"{failure.lost_node} failed: {cause(failure)}", None
     report = failure.report
-    where = f" at {_short(report.site)}" if report is not None and report.site else ""
+    site = report.site if report is not None else ""
+    if len(site) > _MAX_SITE_CHARS:  # the traceback has the path
+        site = os.path.basename(site)
+    where = f" at {site}" if site else ""
     where += f" on {failure.node}" if failure.node else ""
     there = failure.node and report is not None and report.summary
     start, end = f"rank {failure.rank} failed{where}: ", "; see there" if there else ""
-    how, room = _how(failure), MAX_HEADLINE_CHARS - len(start) - len(end)
+    how, room = cause(failure), MAX_HEADLINE_CHARS - len(start) - len(end)
     if len(how) <= room or report is None or not report.summary:
         return f"{start}{how}{end}", None
     text = _TORCHS_CHECK.sub("", report.summary.partition(": ")[2]) + _unusual_ending(failure)
     told = text if len(text) <= room else _beginning(text, room - len(_CUT))
     cut = _CUT if told != text else ""
     return f"{start}{told}{cut}{end}", text[len(told) :].strip()
-
-
-def _short(site: str) -> str:
-    return site if len(site) <= _MAX_SITE_CHARS else os.path.basename(site)
 
 
 def _beginning(text: str, room: int) -> str:
@@ -127,11 +121,6 @@ def _beginning(text: str, room: int) -> str:
     if end < room * 3 // 4:
         end = max(end, text.rfind(" ", 0, room + 1))
     return text[: end if end > 0 else max(room, 0)]
-
-
-def cause(failure: RankFailure) -> str:
-    """A description of how a rank failed, without the rank's number ("exit code 3")."""
-    return _how(failure)
 
 
 def failure_text(failure: RankFailure, colour: bool = False) -> str:
@@ -169,7 +158,7 @@ def other_failures_text(
     for failure in failures:
         name = _class(failure)
         known = name and (failure.is_consequence or name == _class(root))
-        how = name + _unusual_ending(failure) if known else _how(failure)
+        how = name + _unusual_ending(failure) if known else cause(failure)
         ranks.setdefault(how, []).append(failure.rank)
     lines = [f"then failed {named(who)}: {how}" for how, who in ranks.items()]
     if colour:
@@ -181,7 +170,8 @@ def _class(failure: RankFailure) -> str:
     return failure.report.summary.partition(":")[0] if failure.report is not None else ""
 
 
-def _how(failure: RankFailure) -> str:
+def cause(failure: RankFailure) -> str:
+    """How a rank failed, in words, without the rank's number."""
     if failure.lost_node:
         return f"{failure.node} is gone: it was killed or stopped, or the link to it is cut"
     if failure.report is not None and failure.report.summary:

@@ -25,8 +25,8 @@ from tilework.comm.launching import (
     Record,
     decode,
     diagnose,
-    printable,
 )
+from tilework.show import Page
 
 #: The maximum of files to read: jobs hardly have more ranks.
 MAX_FILES: Final = 1 << 16
@@ -131,31 +131,16 @@ def _as_json(reading: Reading, findings: Sequence[Finding]) -> dict[str, object]
 
 
 def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    # Lines end with the sentence: piped output is not wrapped at some width.
-    console = Console(soft_wrap=True, highlight=False)
-
-    def print_line(text: str, style: str = "") -> None:
-        console.print(Text(_near(printable(text)), style=style))
-
-    for problem in reading.problems:
-        print_line(problem, "magenta")
+    lines = [(problem, "magenta") for problem in reading.problems]
     if not reading.records:
-        print_line(
-            f"there is no flight record in {str(folder)!r}: ranks write theirs on a fault or on"
-        )
-        print_line("SIGUSR1, if they were started by tilework run or with TILEWORK_FLIGHT_DIR set")
+        where = f"there is no flight record in {str(folder)!r}: ranks write theirs on a fault or on"
+        how = "SIGUSR1, if they were started by tilework run or with TILEWORK_FLIGHT_DIR set"
+        lines += [(where, ""), (how, "")]
     for finding in findings:
-        print_line(finding.text, _COLOURS[finding.kind])
-        for line in finding.details:
-            print_line(f"  {line}")
-
-
-def _near(text: str) -> str:
-    """``text``, with each path below the current folder made relative."""
-    return text.replace(os.path.join(os.getcwd(), ""), "")
+        lines.append((finding.text, _COLOURS[finding.kind]))
+        lines += [(f"  {line}", "") for line in finding.details]
+    here = os.path.join(os.getcwd(), "")
+    Page(*((text.replace(here, ""), style) for text, style in lines)).print()
 
 
 _IN_LOG_DIR: Final = "flight"

@@ -36,7 +36,8 @@ def adopt_orphans(on: bool = True) -> bool:
 def child_pids() -> list[int]:
     """Process ids of this process's children, zombies included; empty elsewhere."""
     me = str(os.getpid())
-    return [int(pid) for pid, parent in _parents() if parent == me]
+    names = filter(str.isdigit, os.listdir("/proc")) if os.path.isdir("/proc") else ()
+    return [int(name) for name in names if _state(name)[1:2] == [me]]
 
 
 def catches(pid: int, number: int) -> bool:
@@ -51,11 +52,7 @@ def catches(pid: int, number: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """True if a process was stopped by a signal; a debugger's stop does not count."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+    return _state(pid)[:1] == ["T"]
 
 
 def command_of(pid: int) -> str:
@@ -66,21 +63,14 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def _parents() -> list[tuple[str, str]]:
-    """(process id, parent's process id) of all visible processes."""
-    pairs = []
+def _state(pid: int | str) -> list[str]:
+    """The letter of a process's state, the parent's id, and more; empty if it has ended."""
     try:
-        names = os.listdir("/proc")
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return []
-    for name in filter(str.isdigit, names):
-        try:
-            stat = Path("/proc", name, "stat").read_text(errors="replace")
-        except OSError:
-            continue  # the process ended meanwhile
-        # The command is in parentheses and may contain some: "12 (a) b) S 1 …".
-        pairs.append((name, stat.rpartition(")")[2].split()[1]))
-    return pairs
+    # The command is in parentheses and may contain some: "12 (a) b) S 1 …".
+    return text.rpartition(")")[2].split()
 
 
 def _prctl(option: int, argument: int) -> bool:

@@ -7,7 +7,6 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,16 +52,11 @@ def _run(program: Program) -> None:
     rank = int(os.environ["RANK"])
     path, arguments, main = list(sys.path), sys.argv, sys.modules["__main__"]
     try:
-        with _quiet() if rank else contextlib.nullcontext():
+        # Only the first rank prints.
+        with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
             program.run(rank)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise RuntimeError(f"rank {rank} ended with status {end.code}") from end
     finally:
         sys.path[:], sys.argv, sys.modules["__main__"] = path, arguments, main
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -241,9 +243,9 @@ class ForkStarter:
                 os.dup2(source, target)
             drop()
             if not self._whole_process:
-                inside.forget_exit_handlers()
+                atexit._clear()  # they belong to the parent
             inside.enter(plan)
-            inside.resume_gc()
+            gc.enable()  # among new objects only: see frozen_heap
             code = inside.run_interruptibly(self._program, plan)
         except BaseException as error:
             with contextlib.suppress(BaseException):

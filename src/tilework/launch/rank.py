@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NoReturn, cast
 
 from tilework.comm.launching import TRACE_VARIABLE, WATCH_VARIABLE
@@ -88,16 +88,6 @@ def reset_signals() -> None:
             )
     arm_flight_records()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def forget_exit_handlers() -> None:
-    """Drop inherited exit handlers: they belong to the parent."""
-    atexit._clear()
-
-
-def resume_gc() -> None:
-    """Collect garbage again, among new objects only (see :func:`frozen_heap`)."""
-    gc.enable()
 
 
 @contextlib.contextmanager
@@ -297,14 +287,8 @@ def payload(plan: RankPlan, program: Program) -> bytes:
 def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
     """Make this process ``rank``, run the program, and exit as the interpreter does."""
     plan, packed = cast(tuple[RankPlan, PackedProgram], pickle.loads(rest))
-    plan = RankPlan(
-        rank=rank,
-        environment=dict(os.environ),  # given by the launcher when this process was started
-        report_fd=report_fd,
-        launcher=plan.launcher,
-        dies_with_launcher=plan.dies_with_launcher,
-        threads=plan.threads,
-    )
+    # The launcher gave the environment when it started this process.
+    plan = replace(plan, rank=rank, environment=dict(os.environ), report_fd=report_fd)
     enter(plan)
     # Also delivers a Ctrl-C that was held back while nothing could handle it.
     code = run_interruptibly(cast(Program, packed), plan)

@@ -43,12 +43,12 @@ def allreduce_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
 
 def fp16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
     """The average of a bucket, sent in float16. Collective; does not block."""
-    return _compressed(process_group, bucket, torch.float16)
+    return _wrapped(allreduce_hook, torch.float16)(process_group, bucket)
 
 
 def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
     """The average of a bucket, sent in bfloat16. Collective; does not block."""
-    return _compressed(process_group, bucket, torch.bfloat16)
+    return _wrapped(allreduce_hook, torch.bfloat16)(process_group, bucket)
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
@@ -65,12 +65,6 @@ def _average(buffer: torch.Tensor, group: ProcessGroup) -> BucketFuture:
     work = all_reduce(buffer, ReduceOp.AVG, group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def _compressed(process_group: AnyGroup, bucket: GradBucket, dtype: torch.dtype) -> BucketFuture:
-    buffer = bucket.buffer()
-    sent = _average(buffer.to(dtype), group_or_default(process_group))
-    return sent.then(lambda future: buffer.copy_(future.value()))
 
 
 def _wrapped(hook: CommHook, dtype: torch.dtype) -> CommHook:

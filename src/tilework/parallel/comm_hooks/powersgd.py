@@ -119,14 +119,6 @@ class PowerSGDState:
         rate = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
         return CompressionStats(rate, self.bytes_before, self.bytes_after)
 
-    def _is_worth_it(self, rows: int, columns: int) -> tuple[int, bool]:
-        rank = min(rows, columns, self.matrix_approximation_rank)
-        return rank, (rows + columns) * rank * self.min_compression_rate < rows * columns
-
-    def _random(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        drawn = torch.randn(rows, columns, generator=self.generator, dtype=like.dtype)
-        return drawn.to(like.device)
-
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
     """The average of a bucket with compressed matrices, each separately. Collective.
@@ -217,13 +209,15 @@ def _with_error(
 def _prepared(state: PowerSGDState, index: int, number: int, matrix: Tensor) -> _Matrix | None:
     """Make P (empty) and Q (orthonormal) for a matrix; None if compression gains too little."""
     rows, columns = matrix.shape
-    rank, worth_it = state._is_worth_it(rows, columns)
-    if not worth_it and number != -1:
+    rank = min(rows, columns, state.matrix_approximation_rank)
+    is_worth_it = (rows + columns) * rank * state.min_compression_rate < rows * columns
+    if not is_worth_it and number != -1:
         return None
     key = index, number
     q = state.q_memory_dict.get(key) if state.warm_start else None
     if q is None or q.shape != (columns, rank) or q.dtype != matrix.dtype:
-        q = state._random(columns, rank, matrix)
+        drawn = torch.randn(columns, rank, generator=state.generator, dtype=matrix.dtype)
+        q = drawn.to(matrix.device)
     orthogonalize(q, state.orthogonalization_epsilon)
     p = matrix.new_empty(rows, rank)
     if state.warm_start:

@@ -23,11 +23,15 @@ from tilework.parallel.tensor_parallel.styles import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    Style,
 )
 
 
-class _OfParameters(ParallelStyle):
-    """A style that lays out a module's direct parameters, by name, and no inputs or outputs."""
+class _OfParameters(Style):
+    """A style that lays out a module's direct parameters, by name, and no inputs or outputs.
+
+    Without layouts it does nothing: for words that only replicate parameters or repair gradients.
+    """
 
     def __init__(self, layouts: Mapping[str, Placement] | None = None) -> None:
         self.layouts = dict(layouts or {})
@@ -37,13 +41,6 @@ class _OfParameters(ParallelStyle):
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         """Do nothing: the module computes with DTensors."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.layouts or ''})"
-
-
-class _Unchanged(_OfParameters):
-    """A style that does nothing, for words that only replicate parameters or repair gradients."""
 
 
 class WholeOutput(_OfParameters):
@@ -96,12 +93,12 @@ WORDS: Mapping[str, ParallelStyle] = {
     "moe_tp_experts": WholeOutput(),
     "all_reduce": WholeOutput(),
     "local_params": _LocalParameters(),
-    "replicate": _Unchanged(),
-    "replicated_with_grad_allreduce": _Unchanged(),
+    "replicate": _OfParameters(),
+    "replicated_with_grad_allreduce": _OfParameters(),
     "ep_dispatch_experts": ExpertParallel("replicate"),
-    "grouped_gemm": _Unchanged(),  # the style of the module lays out these parameters
-    "mla_kv_a_proj": _Unchanged(),
-    "moe_identity_expert": _Unchanged(),
+    "grouped_gemm": _OfParameters(),  # the style of the module lays out these parameters
+    "mla_kv_a_proj": _OfParameters(),
+    "moe_identity_expert": _OfParameters(),
 }
 _BY_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _BY_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
@@ -138,7 +135,7 @@ def named_parameters(
                 layout = _layout(word, name, parameter.dim())
                 yield owner, module, _OfParameters({name: layout})
             elif parameter is not None:
-                yield owner, module, _Unchanged()
+                yield owner, module, _OfParameters()
 
 
 def _layout(word: str, name: str, dims: int) -> Placement:
