@@ -22,13 +22,11 @@ from tilework.comm.world import (
     resolve,
 )
 from tilework.layout.internal import refuse_torch_caller
-from tilework.mesh.grid import MeshesOfRank
+from tilework.mesh.grid import MeshesOfRank, MeshGrid
 from tilework.mesh.spec import MeshSpec
-from tilework.mesh.submeshes import MeshSlicing
 from tilework.mesh.torch_meshes import (
     adopt_torch_world,
     backends_of_axes,
-    flattened_in_torch,
     is_torch_mesh,
     new_torch_mesh,
     torch_part,
@@ -109,7 +107,7 @@ def check_same(device_type: str, spec: MeshSpec, override: Any) -> tuple[str | N
 _OURS = "a tilework mesh: give torch.distributed's functions the mesh's to_torch()"
 
 
-class DeviceMesh(MeshSlicing):
+class DeviceMesh(MeshGrid):
     """Ranks in a grid, with a process group along each axis through this rank.
 
     Collective over *all* ranks of the default group, also those outside the mesh; blocks. Meshes
@@ -118,22 +116,12 @@ class DeviceMesh(MeshSlicing):
     Args:
         device_type: Where tensors on the mesh live: ``"cpu"``, ``"cuda"``, ….
         mesh: Global ranks: a tensor or nested sequences, or a :class:`MeshSpec`.
-        mesh_dim_names: A name for each axis.
         backend_override: The backends of the groups along some axes: a dict whose keys are numbers
             or names of axes, or a sequence with a backend or None for each axis.
 
     Raises:
         ValueError: A rank comes twice, the names do not fit, or ranks gave different meshes.
         RuntimeError: There are fewer ranks than the mesh needs, or the device type has an index.
-
-    Example:
-        >>> from tilework.mesh import DeviceMesh
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-        ...     return mesh.get_coordinate(), mesh["dp"].get_local_rank()
-        >>> run_ranks(4, program)
-        [([0, 0], 0), ([0, 1], 0), ([1, 0], 1), ([1, 1], 1)]
     """
 
     _root: DeviceMesh
@@ -175,9 +163,7 @@ class DeviceMesh(MeshSlicing):
         Args:
             group: The group of a mesh of one axis; or a sequence with the group along each axis of
                 ``mesh`` through this rank.
-            device_type: Where tensors on the mesh live.
             mesh: The global ranks; may be left out for one group.
-            mesh_dim_names: A name for each axis.
 
         Raises:
             ValueError: The groups are not those of the mesh's axes through this rank.
@@ -284,7 +270,10 @@ class DeviceMesh(MeshSlicing):
         part = torch_part(self._root._torch, whole.mesh_dim_names)
         if part is None or names is None or whole is self:
             return part
-        return flattened_in_torch(part, names[0])
+        try:
+            return part._flatten(names[0])  # the first time collective over all ranks
+        except ValueError:  # torch's root mesh has an axis of that name
+            return None
 
     @property
     def _is_current_rank_part_of_mesh(self) -> NoReturn:
@@ -303,7 +292,6 @@ class DeviceMesh(MeshSlicing):
     _get_or_create_default_group = _is_current_rank_part_of_mesh
 
     def _link(self, mesh: Any) -> None:
-        """Remember torch's mesh on the same ranks, for :meth:`to_torch` and :meth:`from_torch`."""
         if self._torch is None:
             self._torch = mesh
         mesh._tilework_mesh = self
@@ -364,9 +352,7 @@ def init_device_mesh(
     """A mesh of all ranks, in their order. Collective over all ranks; blocks.
 
     Args:
-        device_type: Where tensors on the mesh live.
         mesh_shape: The number of ranks along each axis; their product is the number of ranks.
-        mesh_dim_names: A name for each axis.
         backend_override: As for :class:`DeviceMesh`.
 
     Raises:
@@ -374,14 +360,7 @@ def init_device_mesh(
         ValueError: An axis would have no ranks.
         TypeError: The shape is one number, or has something else than numbers.
 
-    Example:
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        ...     return mesh["tp"].size(), mesh["tp", "dp"].shape
-        >>> run_ranks(2, program)[0]
-        (2, (2, 1))
+    Example: see docs/concepts/meshes.md.
     """
     if isinstance(mesh_shape, int):
         raise TypeError(
@@ -420,14 +399,7 @@ def current_mesh() -> DeviceMesh:
     Raises:
         RuntimeError: No mesh is active.
 
-    Example:
-        >>> from tilework.mesh import current_mesh, init_device_mesh
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     with init_device_mesh("cpu", (2,)) as mesh:
-        ...         return current_mesh() is mesh
-        >>> run_ranks(2, program)
-        [True, True]
+    Example: see docs/concepts/meshes.md.
     """
     entered: list[DeviceMesh] = current_world().state(MeshesOfRank).entered
     if not entered:

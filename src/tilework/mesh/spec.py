@@ -21,9 +21,7 @@ class MeshSpec:
     The ranks need not exist.
 
     Args:
-        shape: The number of ranks along each axis.
         ranks: All global ranks in row-major order: the last axis runs fastest.
-        names: A name for each axis; None: the axes have no names.
 
     Raises:
         ValueError: ``ranks`` or ``names`` do not fit ``shape``, or a rank or a name comes twice.
@@ -160,12 +158,7 @@ class MeshSpec:
         return MeshSpec(shape, tuple(ranks), names)
 
     def descending_axis(self) -> int | None:
-        """The first axis along which ranks do not ascend everywhere; None if there is none.
-
-        Example:
-            >>> MeshSpec((2, 2), (3, 2, 0, 1)).descending_axis()
-            0
-        """
+        """The first axis along which ranks do not ascend everywhere; None if there is none."""
         inner = 1
         found = None
         for axis in reversed(range(self.ndim)):
@@ -195,11 +188,6 @@ class MeshSpec:
         Raises:
             ValueError: The product of the sizes is not the axis's length, or the names do not fit.
             KeyError: There is no axis of that name.
-
-        Example:
-            >>> mesh = MeshSpec.regular((2, 4), ("dp", "ep"))
-            >>> print(mesh.unflattened("ep", (2, 2), ("a", "b"))[0])
-            dp=2 a=2 b=2
         """
         number = self.axis(axis)
         lengths = whole_numbers(sizes, _SHAPE)
@@ -226,15 +214,9 @@ class MeshSpec:
 
         Args:
             lost: Global ranks; ranks outside the mesh do not count.
-            axis: The axis that becomes shorter.
 
         Raises:
             ValueError: Every slice has a rank of ``lost``.
-
-        Example:
-            >>> mesh = MeshSpec.regular((3, 2), ("dp", "tp"))
-            >>> mesh.without([3]).nested(), mesh.without([3], "tp").nested()
-            ([[0, 1], [4, 5]], [[0], [2], [4]])
         """
         which, gone = self.axis(axis), set(lost)
         inner = math.prod(self.shape[which + 1 :])

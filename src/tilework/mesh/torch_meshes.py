@@ -1,9 +1,9 @@
-"""Meshes of torch.distributed, and torch's underscored names for methods of meshes."""
+"""Meshes of torch.distributed."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,16 +50,6 @@ def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
         return None
 
 
-def flattened_in_torch(mesh: Any, name: str) -> Any:
-    """A torch mesh with all axes flattened; None if torch refuses. Collective over all the first
-    time.
-    """
-    try:
-        return mesh._flatten(name)
-    except ValueError:
-        return None
-
-
 def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | None) -> Any:
     """A torch mesh with new groups. Collective over all ranks of torch's default group."""
     import torch.distributed as torch_dist
@@ -71,29 +61,6 @@ def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | Non
             'torch.distributed.init_process_group("tilework") first, on all ranks'
         )
     return TorchMesh(device_type, ranks, mesh_dim_names=names)
-
-
-class TorchMeshNames:
-    """Methods of a mesh under the names that they have in torch."""
-
-    def _flatten(self: Any, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
-        """The same as :meth:`DeviceMesh.flatten`."""
-        return self.flatten(mesh_dim_name, backend_override)
-
-    def _unflatten(
-        self: Any,
-        dim: int | str,
-        mesh_sizes: Sequence[int],
-        mesh_dim_names: Iterable[str],
-        backend_override: Any = None,
-    ) -> Any:
-        """The same as :meth:`DeviceMesh.unflatten`."""
-        return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
-
-    @classmethod
-    def _concatenate(cls: Any, device_mesh_list: Sequence[Any]) -> Any:
-        """The same as :meth:`DeviceMesh.concatenate`."""
-        return cls.concatenate(device_mesh_list)
 
 
 def backends_of_axes(
