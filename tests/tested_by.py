@@ -65,7 +65,7 @@ _ROWS = (
     ("layout", "box_columns cuts", "test_tiling_validation test_box_columns"),
     ("layout", "*search*", "test_steps test_cost"),
     ("layout", "*", "test_planning test_collective"),
-    ("mesh", "*", "test_device_mesh test_submeshes"),
+    ("mesh", "*", "test_device_mesh test_grid"),
     ("parallel", "comm_hooks/*", "comm_hooks test_comm_hooks"),
     ("parallel", "data_parallel/*", "data_parallel/test_ddp data_parallel/test_ddp_changes"),
     # Each step of a fully sharded module needs all parts of the package.
@@ -92,8 +92,8 @@ _ROWS = (
     ("testing", "storages", "/checkpoint/test_storage_contract"),
     ("testing", "stores", "/store/test_contract"),
     # Rules that both kinds of tensors share.
-    ("tiled", "rules/fourier", "/dtensor/rules/test_linalg"),
-    ("tiled", "rules/pooling", "/dtensor/rules/test_convolution"),
+    ("tiled", "rules/linalg", "/dtensor/rules/test_linalg"),
+    ("tiled", "rules/convolution", "/dtensor/rules/test_convolution"),
     ("tiled", "rules/rearranging", "/dtensor/rules/test_reshaping"),
     ("tiled", "rules/*", "/dtensor/rules/test_reductions /sharded/ops"),
     ("tiled", "*", "test_box_propagation test_op_table"),

@@ -49,7 +49,6 @@ class LocalOp:
     tiles: tuple[Ranges, ...]
 
     def boxes(self, output: int = 0, shape: Sequence[int] | None = None) -> tuple[Box, ...]:
-        """The box of each tile's result number ``output``, which has the global ``shape``."""
         dims = self.map.outputs[output]
         sizes = shape_of(dims) if shape is None else tuple(shape)
         return tuple([_box(dims, sizes, ranges) for ranges in self.tiles])
@@ -72,31 +71,25 @@ class TileRanges:
 
     @property
     def inputs(self) -> list[TileShape]:
-        """The shapes of each input."""
         return [TileShape(x.shape, x.tiles[self.tile].box.sizes) for x in self.op.inputs]
 
     @property
     def outputs(self) -> list[TileShape]:
-        """The shapes of each output, as the factors say."""
         ranges = self.op.tiles[self.tile]
         shapes = [(dims, shape_of(dims)) for dims in self.op.map.outputs]
         return [TileShape(shape, _box(dims, shape, ranges).sizes) for dims, shape in shapes]
 
     @property
     def has_empty_shards(self) -> bool:
-        """True if any tile of an input has no elements."""
         return any(tile.box.empty for tiling in self.op.inputs for tile in tiling.tiles)
 
     def local_range(self, factor: Factor) -> Range:
-        """The offset and the size of the tile's part of a factor."""
         return self.op.tiles[self.tile].get(factor, (0, factor.size))
 
     def local_size(self, dim: Dim) -> int:
-        """The number of elements of a dim that the tile has."""
         return math.prod([self.local_range(factor)[1] for factor in dim])
 
     def is_sharded(self, factor: Factor) -> bool:
-        """True if any tile has only a part of a factor."""
         return any(factor in ranges for ranges in self.op.tiles)
 
 
@@ -140,7 +133,6 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
 
 
 def _covers(local: LocalOp) -> bool:
-    """True if all tiles' results cover the operator's, not only blocks on a diagonal."""
     return all(
         sum([box.volume for box in local.boxes(number)]) == math.prod(shape_of(dims))
         for number, dims in enumerate(local.map.outputs)
@@ -150,7 +142,6 @@ def _covers(local: LocalOp) -> bool:
 def _restrict(
     tiles: list[Ranges], mapped: FactorMap, number: int, tiling: Tiling, dim: int
 ) -> Obstacle | None:
-    """Note the ranges of factors that tiles have along a dim; returns an obstacle or None."""
     extent, factors = tiling.shape[dim], mapped.inputs[number][dim]
     if factors and volume(factors) != extent:
         return Obstacle.MISMATCHED

@@ -14,8 +14,6 @@ class Factor:
     Compared by identity. A mesh axis may shard one factor, or none.
 
     Args:
-        size: The number of elements of the loop.
-        name: For messages.
         unshardable: Whether each rank needs all of it.
         reduce_op: The reduction of the ranks' results if the factor is sharded and an output lacks
             it; None: there is no reduction.
@@ -24,12 +22,7 @@ class Factor:
     __slots__ = ("name", "reduce_op", "size", "unshardable")
 
     def __init__(
-        self,
-        size: int,
-        name: str = "",
-        *,
-        unshardable: bool = False,
-        reduce_op: str | None = "sum",
+        self, size: int, name: str = "", *, unshardable: bool = False, reduce_op: str | None = "sum"
     ) -> None:
         self.size, self.name = size, name
         self.unshardable, self.reduce_op = unshardable, reduce_op
@@ -70,7 +63,6 @@ class FactorMap:
     extremum: str | None = None
 
     def reduces(self, factor: Factor) -> bool:
-        """True if no output has a factor."""
         return not any(factor in dim for out in self.outputs for dim in out)
 
     def __str__(self) -> str:
@@ -136,7 +128,6 @@ class _Token:
     """A name in a pattern, which stands for a dim or for several dims."""
 
     name: str
-    """The letter or word that names the factor."""
     many: bool
     """Whether the name stands for any number of dims, aligned at the last and broadcast."""
     unshardable: bool
@@ -178,7 +169,6 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str, reduce_ops: Mapping[str, str | None] | None = None) -> Pattern:
-        """The pattern that a line describes."""
         sides, reduce_ops = text.split("->"), dict(reduce_ops or {})
         if len(sides) != 2:
             raise ValueError(
@@ -246,7 +236,6 @@ class Pattern:
         }
 
     def _spans(self, slot: _Slot, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
-        """The sizes of the dims that each name of a tensor stands for."""
         many = [token for token in slot.tokens if token.many]
         rest = len(shape) - (len(slot.tokens) - len(many))
         if rest < 0 or (rest > 0 and not many):
@@ -261,7 +250,6 @@ class Pattern:
         return spans
 
     def _sizes(self, spans: Sequence[list[tuple[str, list[int]]] | None]) -> dict[str, list[int]]:
-        """The sizes of each name's factors, broadcast over the tensors."""
         known_sizes: dict[str, list[int]] = {}
         for span in spans:
             for name, sizes in span or ():

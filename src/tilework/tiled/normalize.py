@@ -70,7 +70,6 @@ def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs
 
 @cache
 def _own_names(*names: str) -> tuple[frozenset[str], str]:
-    """The names of the arguments of operators, and the first name, if all agree on it."""
     # Schemas without tensors are TorchScript's own.
     schemas = [
         schema
@@ -154,7 +153,6 @@ def _as_it_is(arg: Any) -> Any:
 
 
 def _whole(arg: Any) -> Any:
-    """The integer, or the list of integers, that an argument stands for; else the argument."""
     if not _may_be_number(arg):
         return arg
     if isinstance(arg, list | tuple):
@@ -168,7 +166,6 @@ def _whole_unless_tensor(arg: Any) -> Any:
 
 
 def _real(arg: Any) -> Any:
-    """The number in a tensor without dims and gradient; any other argument unchanged."""
     if not isinstance(arg, Tensor) or not _may_be_number(arg) or arg.requires_grad:
         return arg
     return arg.item()

@@ -15,15 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tilework.layout.internal import Ints
-from tilework.tiled.factors import (
-    Dim,
-    DimFactors,
-    Factor,
-    FactorMap,
-    Pattern,
-    dim_factors,
-    volume,
-)
+from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, Pattern, dim_factors, volume
 
 
 @dataclass(eq=False, slots=True)
@@ -42,11 +34,9 @@ class Arg:
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
         return len(self.shape)
 
     def is_sharded(self, dim: int) -> bool:
-        """True if ranks hold different shards of a dim."""
         return dim % self.ndim in self.sharded_dims
 
 
@@ -102,7 +92,6 @@ class LocalCall(OpCall):
     """A call that runs on local shards, in any layout that a factor map allows.
 
     Args:
-        map: The factor map of the call.
         run: None: the operator is called with the same arguments, but local tensors instead of
             sharded ones. Else makes a function that is called with the local tensors, in order.
         shapes: The outputs' shapes; None: as the operator gives them for inputs of these shapes.
@@ -132,7 +121,6 @@ class Decomposition(OpCall):
     """A call that is computed by other operators on sharded tensors.
 
     Args:
-        run: Called with the arguments of the call.
         is_checked: True if ``run`` refuses everything that torch refuses. Else torch first tries
             the call on zeros and ones, which must not stand where a tensor has lengths or counts.
     """

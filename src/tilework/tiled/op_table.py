@@ -175,18 +175,15 @@ class OpEntry:
 
     @property
     def has_rule(self) -> bool:
-        """True if a rule of either kind is known."""
         return self.rule is not None or self.dtensor_rule is not None
 
     @property
     def draws(self) -> bool:
-        """True if the operator draws random numbers."""
         return _is_tagged_random(self.name) if self.is_random is None else self.is_random
 
 
 @cache
 def _is_tagged_random(packet: Any) -> bool:
-    """True if an overload of the operator, by torch's object or name, is tagged as random."""
     return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(packet))
 
 
@@ -276,34 +273,25 @@ def find(func: Any) -> tuple[OpEntry, bool]:
 # -- as decorators ---------------------------------------------------------------------------
 
 
-def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
-    """Register the decorated function as the rule of operators, with further facts."""
-
-    def add(function: RuleT) -> RuleT:
+def _adding(fact: str, keys: tuple[Key, ...], facts: dict[str, Any]) -> Callable[[Any], Any]:
+    def add(function: Any) -> Any:
         for key in keys:
-            register(key, rule=function, **facts)
+            register(key, **{fact: function}, **facts)
         return function
 
     return add
+
+
+def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
+    """Register the decorated function as the rule of operators, with further facts."""
+    return _adding("rule", keys, facts)
 
 
 def dtensor_rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
     """Register the decorated function as a rule for DTensors only; otherwise like :func:`rule`."""
-
-    def add(function: RuleT) -> RuleT:
-        for key in keys:
-            register(key, dtensor_rule=function, **facts)
-        return function
-
-    return add
+    return _adding("dtensor_rule", keys, facts)
 
 
 def dtensor_handler(*keys: Key, **facts: Any) -> Callable[[HandlerT], HandlerT]:
     """Register the decorated function to run operators on DTensors, instead of a rule."""
-
-    def add(function: HandlerT) -> HandlerT:
-        for key in keys:
-            register(key, dtensor_handler=function, **facts)
-        return function
-
-    return add
+    return _adding("dtensor_handler", keys, facts)

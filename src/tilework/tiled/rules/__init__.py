@@ -1,24 +1,19 @@
 """Rules of operators that hold for shards of any kind, by family. Importing them registers them."""
 
 from tilework.tiled.rules import (
-    concatenation,
     convolution,
     dim_ops,
     elementwise,
     embedding,
-    fourier,
     kernels,
     linalg,
     linear,
     losses,
-    pooling,
     rearranging,
     reductions,
     reshaping,
-    statistics,
 )
-from tilework.tiled.rules.concatenation import cat_dim, cat_shape
-from tilework.tiled.rules.convolution import CONVOLUTIONS, guard_empty_shards, per_dim
+from tilework.tiled.rules.convolution import CONVOLUTIONS, POOLS, guard_empty_shards, per_dim
 from tilework.tiled.rules.elementwise import pointwise
 from tilework.tiled.rules.embedding import LocalIndexRange
 from tilework.tiled.rules.empty_shards import (
@@ -30,8 +25,7 @@ from tilework.tiled.rules.empty_shards import (
 )
 from tilework.tiled.rules.linear import call_on_meta
 from tilework.tiled.rules.losses import MEAN, NONE, SUM, reduce_loss
-from tilework.tiled.rules.pooling import POOLS
-from tilework.tiled.rules.rearranging import SPLITS, split_lengths, with_item
+from tilework.tiled.rules.rearranging import SPLITS, cat_dim, cat_shape, split_lengths, with_item
 from tilework.tiled.rules.reduction_args import (
     accumulation_dtype,
     any_sharded,
@@ -39,6 +33,5 @@ from tilework.tiled.rules.reduction_args import (
     reduce_dims,
     remaining_dims,
 )
-from tilework.tiled.rules.reductions import extreme_dims
+from tilework.tiled.rules.reductions import extreme_dims, softmax_dims, spread_dims
 from tilework.tiled.rules.reshaping import SWAPAXES, common_shape, dim_at, sizes_of
-from tilework.tiled.rules.statistics import softmax_dims, spread_dims

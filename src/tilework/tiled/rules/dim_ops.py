@@ -20,12 +20,7 @@ from tilework.tiled.op_rules import (
 )
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.empty_shards import allow_empty_shards, keep_inputs_in_graph
-from tilework.tiled.rules.reduction_args import (
-    dims_of,
-    reduce_dims,
-    remaining_dims,
-    sums_partial,
-)
+from tilework.tiled.rules.reduction_args import dims_of, reduce_dims, remaining_dims, sums_partial
 
 
 def factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
@@ -58,9 +53,14 @@ def _along(
     )
 
 
-@rule("logcumsumexp")
-def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
-    return _along(input, dim, 1, on_empty=lambda x: x.logcumsumexp(dim))
+def _register_running(name: str, results: int) -> None:
+    on_empty = getattr(Tensor, name)
+    rule(name)(lambda input, dim: _along(input, dim, results, on_empty=lambda x: on_empty(x, dim)))
+
+
+_register_running("logcumsumexp", 1)
+_register_running("cummax", 2)
+_register_running("cummin", 2)
 
 
 @rule("cumsum")
@@ -71,16 +71,6 @@ def _cumsum(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
 @rule("cumprod")
 def _cumprod(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
     return _along(input, dim, 1, on_empty=lambda x: x.cumprod(dim, dtype=dtype))
-
-
-@rule("cummax")
-def _cummax(input: Arg, dim: int) -> RuleResult:
-    return _along(input, dim, 2, on_empty=lambda x: x.cummax(dim))
-
-
-@rule("cummin")
-def _cummin(input: Arg, dim: int) -> RuleResult:
-    return _along(input, dim, 2, on_empty=lambda x: x.cummin(dim))
 
 
 @rule("sort")
@@ -108,24 +98,19 @@ def _topk(
     return _along(input, dim, 2)
 
 
-@rule("kthvalue")
-def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    return _selection(input, dim, keepdim)
-
-
 @rule("mode")
 def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    return _selection(input, dim, keepdim)
+    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, None, results=2)
+
+
+@rule("kthvalue")
+def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
+    return _mode(input, dim, keepdim)
 
 
 @rule("median", "nanmedian")
 def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    return None if dim is None else _selection(input, dim, keepdim)
-
-
-def _selection(input: Arg, dim: int, keepdim: bool) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, None, results=2)
+    return None if dim is None else _mode(input, dim, keepdim)
 
 
 def _register_quantile(name: str) -> None:

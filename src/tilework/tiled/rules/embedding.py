@@ -31,7 +31,6 @@ class LocalIndexRange:
         self.is_full = not ranges.is_sharded(factor)
 
     def local_index(self, index: int | None) -> int | None:
-        """The local index of a global index; None if it is not local."""
         here = index is not None and self.start <= index < self.start + self.count
         return index - self.start if here and index is not None else None
 
@@ -157,8 +156,6 @@ def _embedding_bag(
 
 @dataclass(frozen=True, eq=False)
 class _Bag:
-    """The arguments of ``embedding_bag``; ``tensors`` are indices, table, offsets and weights."""
-
     tensors: tuple[Arg, Arg, Arg | None, Arg | None]
     bags: int
     mode: str
@@ -197,7 +194,6 @@ class _Bag:
         )
 
     def _sizes(self, indices: Tensor, starts: Tensor | None) -> Tensor:
-        """For each index the number of indices that count in the same bag."""
         padding = self.padding_idx
         return _counts(torch.ones_like(indices) if padding is None else indices != padding, starts)
 

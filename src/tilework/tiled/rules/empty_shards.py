@@ -14,8 +14,7 @@ from tilework.tiled.op_rules import LocalRanges
 
 
 def allow_empty_shards(
-    function: Callable[..., Any],
-    like: int = 0,
+    function: Callable[..., Any], like: int = 0
 ) -> Callable[[LocalRanges], Callable[..., Any] | None]:
     """Make the run of ``function``, which refuses empty tensors, on shards that may be empty.
 

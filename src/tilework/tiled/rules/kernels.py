@@ -47,15 +47,6 @@ def _softmax_backward(grad: Arg, output: Arg, dim: int, dtype: Any) -> RuleResul
     return local_call({grad: factors, output: factors}, [factors])
 
 
-@rule("_safe_softmax")
-def _safe_softmax(input: Arg, dim: int, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    if dims is None:
-        return None
-    factors = factors_but(input.shape, dims)
-    return local_call({input: factors}, [factors])
-
-
 @rule("native_layer_norm")
 def _native_layer_norm(
     input: Arg, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float

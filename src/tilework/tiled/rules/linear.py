@@ -36,29 +36,17 @@ def product(text: str, a: Arg, b: Arg) -> RuleResult:
     return match_pattern(text, [a, b], linear=[[a], [b]])
 
 
-@rule("mm", "_int_mm", values_matter=False)
-def _mm(input: Any, mat2: Any) -> RuleResult:
-    return product("i k, k j -> i j", input, mat2)
+def _register_product(names: str, text: str) -> None:
+    @rule(*names.split(), values_matter=False)
+    def answer(*tensors: Any, **named: Any) -> RuleResult:
+        return product(text, *tensors, *named.values())
 
 
-@rule("bmm", values_matter=False)
-def _bmm(input: Any, mat2: Any) -> RuleResult:
-    return product("b i k, b k j -> b i j", input, mat2)
-
-
-@rule("mv", values_matter=False)
-def _mv(input: Any, vec: Any) -> RuleResult:
-    return product("i k, k -> i", input, vec)
-
-
-@rule("dot", "vdot", values_matter=False)
-def _dot(input: Any, other: Any) -> RuleResult:
-    return product("k, k ->", input, other)
-
-
-@rule("outer", "ger", values_matter=False)
-def _outer(input: Any, vec2: Any) -> RuleResult:
-    return product("i, j -> i j", input, vec2)
+_register_product("mm _int_mm", "i k, k j -> i j")
+_register_product("bmm", "b i k, b k j -> b i j")
+_register_product("mv", "i k, k -> i")
+_register_product("dot vdot", "k, k ->")
+_register_product("outer ger", "i, j -> i j")
 
 
 @rule("linear", values_matter=False)
@@ -128,7 +116,9 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
 # -- with something added --------------------------------------------------------------------
 
 
-def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
+def _with_addend(
+    text: str, input: Arg, a: Any, b: Any, *, run: MakeRun | None = None
+) -> RuleResult:
     """The rule of ``addmm`` and so on: ``input`` plus a product of ``a`` and ``b``."""
     try:
         mapped = Pattern.parse(text).of([a.shape, b.shape])
@@ -167,19 +157,15 @@ def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> 
     return _with_addend("i k, k -> i", input, mat, vec, run=None if expanded else run)
 
 
-@rule("addr", values_matter=False)
-def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _with_addend("i, j -> i j", input, vec1, vec2)
+def _register_sum(name: str, text: str) -> None:
+    @rule(name, values_matter=False)
+    def answer(*tensors: Any, beta: Any = 1, alpha: Any = 1, **named: Any) -> RuleResult:
+        return _with_addend(text, *tensors, *named.values())
 
 
-@rule("addbmm", values_matter=False)
-def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _with_addend("b i k, b k j -> i j", input, batch1, batch2)
-
-
-@rule("baddbmm", values_matter=False)
-def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
-    return _with_addend("b i k, b k j -> b i j", input, batch1, batch2)
+_register_sum("addr", "i, j -> i j")
+_register_sum("addbmm", "b i k, b k j -> i j")
+_register_sum("baddbmm", "b i k, b k j -> b i j")
 
 
 # -- groups of rows --------------------------------------------------------------------------
@@ -226,7 +212,6 @@ def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 def _product_of_groups(
     rows: tuple[int, int], groups: tuple[int, int], x: Tensor, matrices: Tensor, ends: Tensor
 ) -> Tensor:
-    """The products in ranges (offset, size) of rows and matrices; else zeros."""
     local_ends = (ends - rows[0]).clamp(0, rows[1]).tolist()
     first = local_ends[groups[0] - 1] if groups[0] else 0
     stops = local_ends[groups[0] : sum(groups)]
@@ -366,7 +351,6 @@ def _shown(tensor: Tensor, names: Names, result: Names) -> Tensor:
 
 
 def _parsed(equation: str, ndims: Sequence[int]) -> tuple[list[Names], Names] | None:
-    """The names of each operand's dims, and of the result's; None if the numbers of dims differ."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     words = inputs.split(",")
     if len(words) != len(ndims):

@@ -68,7 +68,6 @@ def reduce_loss(
 def _of_one_row(
     function: Any, names: Sequence[str], rows: Sequence[str], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The loss of tensors that are a single row."""
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     for name in {*rows, "target"}:
         values[name] = values[name].reshape(1, -1) if name in rows else values[name].reshape(1)
@@ -121,9 +120,7 @@ _register_loss(_torch.poisson_nll_loss, "input target log_input full eps reducti
 _register_loss(_torch.hinge_embedding_loss, "input target margin reduction")
 _register_loss(_torch.margin_ranking_loss, "input1 input2 target margin reduction")
 _register_loss(
-    _torch.cosine_embedding_loss,
-    "input1 input2 target margin reduction",
-    rows="input1 input2",
+    _torch.cosine_embedding_loss, "input1 input2 target margin reduction", rows="input1 input2"
 )
 _register_loss(
     _torch.triplet_margin_loss,

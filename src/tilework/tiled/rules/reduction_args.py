@@ -9,13 +9,7 @@ import torch
 
 from tilework.layout.internal import Ints
 from tilework.tiled.factors import Dim, Factor
-from tilework.tiled.op_rules import (
-    Arg,
-    LocalCall,
-    LocalRanges,
-    MakeRun,
-    local_call,
-)
+from tilework.tiled.op_rules import Arg, LocalCall, LocalRanges, MakeRun, local_call
 
 #: Sums of these dtypes wrap around: partial sums cannot be cast, scaled or divided.
 NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
@@ -38,7 +32,7 @@ def dims_of(ndim: int, dim: Any) -> Ints | None:
 
 def reduce_dims(
     input: Arg,
-    dims: Ints,
+    dims: Ints | None,
     keepdim: bool,
     reduce_op: str | None,
     *,
@@ -46,8 +40,13 @@ def reduce_dims(
     linear: bool = False,
     extremum: str | None = None,
     run: Callable[[LocalRanges, list[Factor]], Callable[..., Any]] | None = None,
-) -> LocalCall:
-    """The call of a reduction, by ranks with ``reduce_op``; None: the dims are unshardable."""
+) -> LocalCall | None:
+    """The call of a reduction, by ranks with ``reduce_op``; None: the dims are unshardable.
+
+    None without ``dims``, which torch refuses then.
+    """
+    if dims is None:
+        return None
     factors = [
         Factor(size, f"d{dim}", unshardable=reduce_op is None and dim in dims, reduce_op=reduce_op)
         for dim, size in enumerate(input.shape)

@@ -1,39 +1,35 @@
-"""Reductions: ranks reduce their shards, and the results are combined.
+"""Reductions: ranks reduce their shards, and the results are combined; norms and softmax.
 
-Of maxima and minima, those with indices and with a gradient reduce dims that are unshardable.
+The dims of statistics, and of maxima and minima with indices or a gradient, are unshardable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework.layout.internal import Ints
-from tilework.tiled.factors import Factor
-from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
+from tilework.tiled.factors import Factor, broadcast_shape
+from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.dim_ops import factors_but
 from tilework.tiled.rules.elementwise import pointwise
-from tilework.tiled.rules.reduction_args import dims_of, reduce_dims, sums_partial
+from tilework.tiled.rules.reduction_args import any_sharded, dims_of, reduce_dims, sums_partial
 
 
 @rule("sum")
 def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return (
-        None
-        if dims is None
-        else reduce_dims(input, dims, keepdim, "sum", linear=sums_partial(input, dtype))
-    )
+    linear = sums_partial(input, dtype)
+    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, "sum", linear=linear)
 
 
 @rule("nansum")
 def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, "sum")
+    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, "sum")
 
 
 @rule("mean")
@@ -59,8 +55,7 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
 
 @rule("prod")
 def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, "product")
+    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, "product")
 
 
 @rule("all")
@@ -86,13 +81,12 @@ def _is_any_true(input: Arg) -> RuleResult:
 def _of_bools(input: Arg, dim: Any, keepdim: bool, reduce_op: str) -> RuleResult:
     """The call of ``all`` or ``any``, where () means no dims, unlike in other reductions."""
     dims = () if dim == () or dim == [] else dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, reduce_op)
+    return reduce_dims(input, dims, keepdim, reduce_op)
 
 
 @rule("count_nonzero")
 def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, False, "sum")
+    return reduce_dims(input, dims_of(input.ndim, dim), False, "sum")
 
 
 @rule("trace")
@@ -127,12 +121,9 @@ def extreme_dims(input: Arg, dim: Any) -> Ints | None:
 
 
 def _register(name: str) -> None:
-    """Register the rules of amax and max, or of amin and min."""
-
     @rule(f"a{name}")
     def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
-        dims = extreme_dims(input, dim)
-        return None if dims is None else reduce_dims(input, dims, keepdim, None, extremum=name)
+        return reduce_dims(input, extreme_dims(input, dim), keepdim, None, extremum=name)
 
     @rule(name)
     def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
@@ -140,8 +131,6 @@ def _register(name: str) -> None:
             given = [arg for arg in (input, dim, other) if isinstance(arg, Arg)]
             return pointwise(given, extremum=name)
         dims = extreme_dims(input, dim)
-        if dims is None:
-            return None
         if dim is None:
             return reduce_dims(input, dims, keepdim, None, extremum=name)
         return reduce_dims(input, dims, keepdim, None, results=2)
@@ -153,11 +142,180 @@ _register("min")
 
 @rule("argmax", "argmin")
 def _argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    dims = extreme_dims(input, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, None)
+    return reduce_dims(input, extreme_dims(input, dim), keepdim, None)
 
 
 @rule("aminmax")
 def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    dims = extreme_dims(input, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, None, results=2)
+    return reduce_dims(input, extreme_dims(input, dim), keepdim, None, results=2)
+
+
+# torch has no type annotations for these.
+_vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
+_matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
+
+# -- variance ----------------------------------------------------------------------------------
+
+
+def spread_dims(
+    input: Arg, dim: Any, unbiased: bool | None, correction: float | None
+) -> tuple[Ints, float] | None:
+    """The dims and the correction of a variance; None if torch refuses them."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = dims_of(input.ndim, dim)
+    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+        return None
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    return dims, correction
+
+
+def _spread(name: str) -> None:
+    of_shard: Callable[..., Any] = getattr(torch, name)
+
+    @rule(name)
+    def spread_rule(
+        input: Arg,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> RuleResult:
+        known = spread_dims(input, dim, unbiased, correction)
+        if known is None:
+            return None
+        dims, divisor_less = known
+
+        def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
+            left = [factor for at, factor in enumerate(factors) if at not in dims]
+            if all(ranges.local_size((factor,)) for factor in left):
+                return lambda x: of_shard(x, dims, correction=divisor_less, keepdim=keepdim)
+
+            def of_empty(x: Tensor) -> Any:  # torch would warn about the degrees of freedom
+                squares = (x * x.conj()).real if x.is_complex() else x.square()
+                spread = squares.sum(dims, keepdim)  # saves x, as torch does
+                return (spread, x.sum(dims, keepdim)) if "mean" in name else spread
+
+            return of_empty
+
+        results = 2 if "mean" in name else 1
+        return reduce_dims(input, dims, keepdim, None, results=results, run=make)
+
+
+for _name in ("var", "std", "var_mean", "std_mean"):
+    _spread(_name)
+
+
+# -- norms -------------------------------------------------------------------------------------
+
+
+@rule("linalg_vector_norm")
+def _vector_norm(
+    input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
+        return None
+    return reduce_dims(input, dims, keepdim, None)
+
+
+@rule("linalg_matrix_norm")
+def _matrix_norm(
+    A: Arg,
+    ord: Any = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> RuleResult:
+    dims = dims_of(A.ndim, dim)
+    if dims is None or len(dims) != 2:
+        return None
+    return reduce_dims(A, dims, keepdim, None)
+
+
+@rule("linalg_norm")
+def _linalg_norm(
+    A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> RuleResult:
+    dims = dims_of(A.ndim, dim)
+    if dims is None:
+        return None
+    many = len(dims) if dim is not None else A.ndim if ord is not None else 1
+    if many > 2 or (many == 2 and A.ndim < 2):
+        return None
+
+    def run(A: Tensor, *_: Any, **__: Any) -> Tensor:
+        if many == 2 and ord is not None:
+            return _matrix_norm_of(A, ord, dims, keepdim, dtype=dtype)
+        order = 2 if ord is None else ord
+        return _vector_norm_of(A, order, dims, keepdim, dtype=dtype)
+
+    return Decomposition(run)
+
+
+@rule("dist")
+def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
+    return Decomposition(lambda input, other, p=2: _vector_norm_of(input - other, p))
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+def softmax_dims(input: Arg, dim: Any) -> Ints | None:
+    """The dim of a softmax, as a tuple; None if there is no such dim."""
+    if dim is None:
+        dim = 0 if input.ndim in (0, 1, 3) else 1
+    return dims_of(input.ndim, dim)
+
+
+@rule("softmax", "log_softmax", "_safe_softmax")
+def _softmax(input: Arg, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> RuleResult:
+    dims = softmax_dims(input, dim)
+    if dims is None:
+        return None
+    factors = factors_but(input.shape, dims)
+    return local_call({input: factors}, [factors], shapes=[input.shape])
+
+
+@rule("logsumexp")
+def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
+    dims = dims_of(input.ndim, dim)
+    if dims is None or (input.dtype.is_complex and any_sharded(input, dims)):
+        return None
+    return reduce_dims(input, dims, keepdim, None)
+
+
+# -- similarity --------------------------------------------------------------------------------
+
+
+@rule("cosine_similarity")
+def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> RuleResult:
+    return Decomposition(_cosine)
+
+
+def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    kind = torch.promote_types(x1.dtype, x2.dtype)
+    shape = broadcast_shape([x1.shape, x2.shape])
+    x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
+    norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
+    # A norm below eps counts as eps, but keeps the norm's gradient, as in torch.
+    a, b = (
+        x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
+        for x, norm in zip((x1, x2), norms, strict=True)
+    )
+    return (a * b).sum(dim)
+
+
+@rule("pairwise_distance")
+def _pairwise_distance(
+    x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> RuleResult:
+    def distance(
+        x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+    ) -> Tensor:
+        return _vector_norm_of(x1 - x2 + eps, p, -1, keepdim)
+
+    return Decomposition(distance)

@@ -38,8 +38,6 @@ def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[D
 
 
 class _Side:
-    """The dims of one shape, as far as their factors are known."""
-
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         self.dims: list[Dim] = []
@@ -54,7 +52,6 @@ class _Side:
             self.dims.append(())
 
     def take(self, factor: Factor) -> None:
-        """Add a factor to the current dim."""
         self.dims[-1] = (*self.dims[-1], factor)
         self.rest //= factor.size
         if self.rest == 1:
@@ -79,7 +76,6 @@ def _take_unshardable(befores: _Side, afters: _Side) -> None:
 
 
 def _take_rest(side: _Side) -> int:
-    """Make the rest of the current dim an unshardable factor, and return the factor's size."""
     size = side.rest
     side.take(Factor(size, "rest", unshardable=True))
     return size
@@ -204,11 +200,7 @@ def _flatten(input: Arg, start_dim: Any = 0, end_dim: Any = -1, *_: Any) -> Rule
         return None
     return reshape_call(
         input,
-        (
-            *input.shape[:start],
-            math.prod(input.shape[start : end + 1]),
-            *input.shape[end + 1 :],
-        ),
+        (*input.shape[:start], math.prod(input.shape[start : end + 1]), *input.shape[end + 1 :]),
     )
 
 
