@@ -11,7 +11,6 @@ from rich.console import Console
 
 from tests.layout.random_tilings import examples, pairs
 from tests.tables import each
-from tilework import layout
 from tilework.layout import (
     AllRanksPlan,
     CostModel,
@@ -119,8 +118,3 @@ def test_a_mesh_plan_names_its_collective() -> None:
     source = mesh_tiling((4, 4), mesh, [Shard(0), Shard(1)])
     target = mesh_tiling((4, 4), mesh, [Shard(0), Replicate()])
     assert plan_all_ranks(source, target).kind == "all_gather"
-
-
-def test_the_names_of_before_are_kept() -> None:
-    assert layout.whole is plan_all_ranks
-    assert layout.WholePlan is AllRanksPlan

@@ -27,7 +27,7 @@ from tilework.layout.box import (
 from tilework.layout.collective import Collective
 from tilework.layout.cost import CostModel
 from tilework.layout.placements import Layout, Partial, Placement, Replicate, Shard
-from tilework.layout.planning import AllRanksPlan, Plan, WholePlan, plan, plan_all_ranks, whole
+from tilework.layout.planning import AllRanksPlan, Plan, plan, plan_all_ranks
 from tilework.layout.sharding import chunk_tiling, mesh_tiling
 from tilework.layout.steps import Step, Steps, redistribution_steps
 from tilework.layout.tile_transfers import Piece
@@ -49,7 +49,6 @@ __all__ = [
     "Steps",
     "Tile",
     "Tiling",
-    "WholePlan",
     "check_boxes",
     "check_disjoint",
     "chunk_offsets",
@@ -63,5 +62,4 @@ __all__ = [
     "plan",
     "plan_all_ranks",
     "redistribution_steps",
-    "whole",
 ]

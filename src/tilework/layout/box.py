@@ -23,10 +23,6 @@ class Box:
 
     A scalar's box has no dims and one element. A box with a size of 0 is empty.
 
-    Args:
-        offsets: The first index in each dim, none negative.
-        sizes: The number of elements in each dim, none negative.
-
     Raises:
         ValueError: The lengths differ, or a number is negative.
 
@@ -105,10 +101,6 @@ class Box:
 
         Raises:
             ValueError: The box starts before ``other``.
-
-        Example:
-            >>> str(Box((6, 2), (2, 3)).relative_to(Box((5, 0), (5, 10))))
-            '[1:3, 2:5]'
         """
         offsets = tuple([a - b for a, b in zip(self.offsets, other.offsets, strict=True)])
         if offsets and min(offsets) < 0:
@@ -177,9 +169,7 @@ def chunk_size(extent: int, n: int) -> int:
     Raises:
         ValueError: ``n`` is below 1, or ``extent`` is negative.
 
-    Example:
-        >>> chunk_size(10, 4)
-        3
+    Example: see :func:`chunk_sizes`.
     """
     if n < 1 or extent < 0:
         raise ValueError(
@@ -225,9 +215,7 @@ def chunk_at(extent: int, n: int, place: int) -> tuple[int, int]:
 def offsets_of(sizes: Iterable[int]) -> list[int]:
     """The offsets of chunks of these sizes, one after the other.
 
-    Example:
-        >>> offsets_of([3, 0, 5])
-        [0, 3, 3]
+    Example: see :func:`chunk_sizes`.
     """
     return [0, *accumulate(sizes)][:-1]
 
@@ -262,7 +250,6 @@ def infer_chunking(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
 #: The way in which an axis splits an extent: into shards of given sizes; with a number, into equal
 #: blocks that are dealt in so many turns; None: as ``torch.chunk`` splits.
 Cut = Ints | int | None
-#: A mesh axis, and the way in which it splits.
 Split = tuple[int, Cut]
 #: The splits of one dim, the outermost first.
 Splits = tuple[Split, ...]
@@ -343,7 +330,6 @@ def ranges_at(extent: int, lengths: Ints, splits: Splits, coordinate: Sequence[i
 
 
 def _split(ranges: Ranges, length: int, cut: Cut) -> list[Ranges]:
-    """The ranges of each of the shards into which an axis splits a shard."""
     extent = sum([size for _, size in ranges])
     if not isinstance(cut, int):
         return _consecutive(ranges, shard_sizes(extent, length, cut) or ())
@@ -413,7 +399,7 @@ def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | N
     inferred: list[Ints | None] = []
     for length in reversed(lengths):
         groups = [tuple(sizes[at : at + length]) for at in range(0, len(sizes), length)]
-        if _are_chunks(groups, length):
+        if all(list(group) == chunk_sizes(sum(group), length) for group in groups):
             inferred.append(None)
         elif len(set(groups)) == 1:
             inferred.append(groups[0])
@@ -421,10 +407,6 @@ def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | N
             return None
         sizes = [sum(group) for group in groups]
     return tuple(reversed(inferred))
-
-
-def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
-    return all(list(group) == chunk_sizes(sum(group), length) for group in groups)
 
 
 def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:

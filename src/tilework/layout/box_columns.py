@@ -151,7 +151,6 @@ class BoxColumns:
         return Box(tuple(first_free(self.starts, self.ends, shape)), (1,) * len(shape))
 
     def differing_dims(self) -> list[int]:
-        """The dims in which boxes differ."""
         spans = zip(self.starts, self.ends, strict=True)
         return [dim for dim, span in enumerate(spans) if not all(map(_is_constant, span))]
 

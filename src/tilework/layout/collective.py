@@ -43,7 +43,6 @@ class Collective:
     for other kinds, and on a rank that takes no part."""
 
 
-#: The group of each rank, with the root.
 Groups = dict[int, tuple[Ints, int | None]]
 
 
@@ -116,7 +115,6 @@ def _only_tile(tiling: Tiling, rank: int) -> int | None:
 
 
 def _all_gather(ends: _Ends) -> tuple[Kind, Groups]:
-    """The groups of an all_gather, or of a broadcast if one member holds the whole tile."""
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)

@@ -14,11 +14,8 @@ class AxisChange(NamedTuple):
     """The change that a redistribution makes along one axis of a mesh."""
 
     length: int
-    """The number of ranks along the axis."""
     source: Placement
-    """The placement along the axis before."""
     target: Placement
-    """The placement along the axis afterwards."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +28,10 @@ class CostModel:
     Args:
         latency: Seconds of a message or collective, however short, within a host.
         seconds_per_byte: Seconds that each byte adds.
-        network_latency: The same as ``latency``, between hosts.
-        network_seconds_per_byte: The same as ``seconds_per_byte``, between hosts.
         hosts: The host of each rank, by any name; ranks that are not listed share a host.
 
     Raises:
         ValueError: A cost is negative.
-
-    Example:
-        >>> cost = CostModel(network_latency=1e-4, hosts={0: "a", 1: "a", 2: "b"})
-        >>> cost.seconds(0, 1, 0), cost.seconds(0, 2, 0)
-        (2e-06, 0.0001)
     """
 
     latency: float = 2e-6
@@ -104,12 +94,6 @@ class CostModel:
 
         Args:
             nbytes: The bytes of a rank's local tensor before.
-            changes: The changes of each axis that changes.
-
-        Example:
-            >>> change = AxisChange(4, Partial(), Replicate())
-            >>> CostModel().redistribution_bytes(4096, [change])
-            16144.0
         """
         price = 0.0
         # In the cheapest order: first the changes that make local tensors smaller.
@@ -141,5 +125,4 @@ def _by_size_afterwards(change: AxisChange) -> int:
     return 2 if isinstance(change.source, Partial) else 3
 
 
-#: The default prices.
 DEFAULT_COST = CostModel()

@@ -21,8 +21,6 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 
 
 class _PlacementKind:
-    """The base class of all placements, with their common predicates."""
-
     __slots__ = ()
 
     def __str__(self) -> str:
@@ -62,10 +60,6 @@ class Shard(_PlacementKind):
         ValueError: ``sizes`` is empty or has a negative number, ``turns`` is below 1, or both are
             given.
         TypeError: ``dim``, ``turns`` or an item of ``sizes`` is not an integer.
-
-    Example:
-        >>> Shard(0), Shard(-1, sizes=(3, 5)), Shard(1, turns=2)
-        (Shard(dim=0), Shard(dim=-1, sizes=(3, 5)), Shard(dim=1, turns=2))
     """
 
     dim: int
@@ -97,17 +91,7 @@ class Shard(_PlacementKind):
     def local_shard_size_and_offset(
         curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
-        """The size and the offset of a shard of a dim split as by ``torch.chunk``.
-
-        Args:
-            curr_local_size: The size of the dim that is split.
-            num_chunks: The number of shards.
-            rank: The shard's number.
-
-        Example:
-            >>> [Shard.local_shard_size_and_offset(5, 3, rank) for rank in range(3)]
-            [(2, 0), (2, 2), (1, 4)]
-        """
+        """The size and the offset of a shard of a dim split as by ``torch.chunk``."""
         offset, size = chunk_at(curr_local_size, num_chunks, rank)
         return size, offset
 
@@ -199,7 +183,6 @@ class Layout:
     """The placement of each axis of a mesh, and the order in which axes shard."""
 
     placements: tuple[Placement, ...]
-    """A placement for each axis of the mesh."""
     order: Ints | None = None
     """The axes, outermost first, for dims that several of them shard; None: from the first axis to
     the last."""

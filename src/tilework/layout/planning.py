@@ -30,11 +30,8 @@ class Plan:
     """
 
     rank: int
-    """The rank whose part this is."""
     source: Tiling
-    """The tiling before."""
     target: Tiling
-    """The tiling afterwards."""
     sends: tuple[Piece, ...]
     """The pieces to other ranks, by receiver, ascending."""
     receives: tuple[Piece, ...]
@@ -92,8 +89,6 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
     many terms and the same reduction, terms are moved separately and nothing is reduced.
 
     Args:
-        source: The tiling before.
-        target: The tiling afterwards; of the same shape.
         rank: The global rank whose part is planned; it may have no part.
         cost: The cost of messages, and which ranks share a host. The same on every rank.
 
@@ -173,7 +168,6 @@ class AllRanksPlan(Shown):
     plans: tuple[Plan, ...]
     """The plans of the ranks given to :func:`plan_all_ranks`, in the same order."""
     cost: CostModel = field(default_factory=CostModel)
-    """The cost model for predictions."""
     itemsize: int = 4
     """Bytes per element, for printing."""
 
@@ -240,9 +234,6 @@ def plan_all_ranks(
     """The plans of ``ranks`` (None: all that hold tiles before or afterwards).
 
     Args:
-        source: The tiling before.
-        target: The tiling afterwards.
-        ranks: The global ranks whose plans are made.
         cost: As for :func:`plan`; also for predictions.
         itemsize: Bytes per element, for printing.
 
@@ -250,20 +241,10 @@ def plan_all_ranks(
         ValueError: The shapes differ.
         NotImplementedError: The target is partial with a reduction without an identity element.
 
-    Example:
-        >>> from tilework.layout import Replicate, Shard, mesh_tiling
-        >>> rows = mesh_tiling((4, 4), [0, 1], [Shard(0)])
-        >>> everything = mesh_tiling((4, 4), [0, 1], [Replicate()])
-        >>> print(plan_all_ranks(rows, everything))
-        all_gather: ...
+    Example: see docs/concepts/layout.md.
     """
     transfers = transfers_between(source, target, cost)
     if ranks is None:
         ranks = sorted({*source.ranks, *target.ranks})
     plans = tuple([plan_of(transfers, rank) for rank in ranks])
     return AllRanksPlan(plans, DEFAULT_COST if cost is None else cost, itemsize)
-
-
-# The former names, kept for programs that use them.
-WholePlan = AllRanksPlan
-whole = plan_all_ranks

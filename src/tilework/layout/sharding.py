@@ -127,9 +127,7 @@ def mesh_tiling(
     of the partial values of the tensor: the tiling has a term for each of these coordinates.
 
     Args:
-        shape: The tensor's global shape.
         mesh: The ranks, in lists one level deep for each axis of the mesh.
-        placements: A placement for each axis.
         order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
@@ -181,7 +179,6 @@ def _spans(lengths: Ints) -> list[range]:
 def _boxes(
     shape: Ints, lengths: Ints, splits: Sequence[Splits], sharding: Sequence[int]
 ) -> list[tuple[Box, ...]]:
-    """The boxes for each combination of coordinates along the axes that shard."""
     ranges = []
     for extent, of_dim in zip(shape, splits, strict=True):
         every = shard_ranges(extent, lengths, of_dim)

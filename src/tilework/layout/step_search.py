@@ -41,7 +41,6 @@ class ShardState:
     state but the target's."""
 
     def gathered(self, dim: int, count: int) -> ShardState:
-        """The state without the innermost ``count`` splits of a dim."""
         return self._with(dim, self.splits[dim][:-count])
 
     def sharded(self, dim: int, splits: Splits) -> ShardState:
@@ -49,7 +48,6 @@ class ShardState:
         return self._with(dim, self.splits[dim] + splits).reduced(axes_of(splits))
 
     def reduced(self, axes: Sequence[int]) -> ShardState:
-        """The state with nothing left to be reduced along these axes."""
         return ShardState(self.splits, tuple([axis for axis in self.partial if axis not in axes]))
 
     def _with(self, dim: int, splits: Splits) -> ShardState:
@@ -106,15 +104,12 @@ class Edge:
     """An edge of the search: a step, the state after the step, and the price."""
 
     kind: StepKind
-    """The kind of step."""
     axes: Ints
     """The axes of the collective, in the order in which they shard."""
     state: ShardState
-    """The layout after the step."""
     nbytes: int
     """Bytes sent or received by the busiest rank, the larger of both."""
     seconds: float
-    """The predicted duration of the step."""
 
 
 @dataclass(frozen=True)
@@ -125,19 +120,14 @@ class SearchSpace:
     """
 
     shape: Ints
-    """The global shape of the tensor."""
     lengths: Ints
-    """The number of ranks along each axis of the mesh."""
     ranks: Ints
     """All global ranks of the mesh, the last axis running fastest."""
     source: ShardState
-    """The state at which the search begins."""
     target: ShardState
     """The state at which the search ends. Axes in ``partial`` stay partial, without a reduction."""
     itemsize: int
-    """Bytes per element."""
     cost: CostModel
-    """The prices of collectives, and which ranks share a host."""
 
     def edges(self, at: ShardState) -> Iterator[Edge]:
         """The possible next steps from a state. A slice is free: if there is one, only that."""
@@ -204,7 +194,6 @@ class SearchSpace:
     def _exchanged(
         self, at: ShardState, after: ShardState, dims: tuple[int, int], off: Splits
     ) -> int:
-        """The most elements that a rank sends or receives in an all_to_all."""
         here, there = dims
         on = after.splits[there][-len(off) :]
         pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
@@ -265,7 +254,6 @@ class SearchSpace:
 
     @cached_property
     def _between_hosts(self) -> frozenset[int]:
-        """The axes along which some ranks are on different hosts."""
         between, stride = set(), 1
         for axis in reversed(range(len(self.lengths))):
             span = stride * self.lengths[axis]

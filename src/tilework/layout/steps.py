@@ -29,13 +29,10 @@ class Step:
     axes: Ints
     """The axes of the step, in the order in which they shard."""
     source: Layout
-    """The layout before."""
     target: Layout
-    """The layout afterwards."""
     nbytes: int
     """Bytes sent or received by the busiest rank, the larger of both."""
     seconds: float
-    """The expected duration."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,9 @@ class Steps(Shown):
     """
 
     shape: Ints
-    """The global shape of the tensor."""
     source: Layout
-    """The layout before the first step."""
     target: Layout
-    """The layout after the last step."""
     steps: tuple[Step, ...]
-    """The steps, in order."""
     names: tuple[str, ...]
     """The names of the axes, for printing."""
 
@@ -132,13 +125,8 @@ def redistribution_steps(
     partial in another reduction than the target is reduced first.
 
     Args:
-        shape: The tensor's global shape.
         lengths: The number of ranks along each axis of the mesh.
-        source: The placement of each axis before.
-        target: The placement of each axis afterwards.
         source_order: The axes in the order in which they shard; None: from the first to the last.
-        target_order: The order of the target, in the same form.
-        itemsize: Bytes per element.
         cost: The cost of collectives, and which ranks share a host.
         ranks: The mesh's global ranks, the last axis running fastest; None: from 0 on.
         names: The names of the axes, for printing; None: their numbers.
@@ -204,7 +192,6 @@ def _steps(
 
 
 def _reduction(layout: Layout, lengths: Ints) -> str:
-    """The reduction of the partial axes; "" if there are none."""
     for placement, length in zip(layout.placements, lengths, strict=True):
         if isinstance(placement, Partial) and length > 1:
             return placement.reduce_op

@@ -56,7 +56,6 @@ class TileTransfers:
         self._senders: dict[int, dict[tuple[int, int], Ints]] = {}
 
     def sent_by(self, rank: int) -> Iterator[Piece]:
-        """The pieces that ``rank`` sends to others."""
         for s in self.source.of(rank):
             tile = self.source.tiles[s]
             if len(tile.owners) > 1 and self._copies is None:
@@ -73,13 +72,11 @@ class TileTransfers:
                 yield from (piece for piece in self._pieces(s, d, dst) if piece.src == rank)
 
     def received_by(self, rank: int) -> Iterator[Piece]:
-        """The pieces that ``rank`` gets from others, and the pieces that it copies itself."""
         for d in self.target.of(rank):
             for s in self.sources(d):
                 yield from self._pieces(s, d, rank)
 
     def sources(self, d: int) -> list[int]:
-        """The indices of the source tiles that target tile ``d`` is made from."""
         box, term = self.target.tiles[d].box, self.target.term_of(d)
         if self.term_by_term:
             return self.source.overlapping(term, box)
@@ -87,7 +84,6 @@ class TileTransfers:
         return [s for term in terms for s in self.source.overlapping(term, box)]
 
     def _pieces(self, s: int, d: int, dst: int) -> Iterator[Piece]:
-        """The pieces of source tile ``s`` that rank ``dst`` gets for target tile ``d``."""
         tile = self.source.tiles[s]
         box = tile.box.intersection(self.target.tiles[d].box)
         assert box is not None
@@ -102,7 +98,6 @@ class TileTransfers:
                 yield Piece(part, src, dst, s, d, term)
 
     def _requests(self, s: int) -> list[tuple[int, int]]:
-        """The pairs (target tile, rank) that need a part of source tile ``s``."""
         tile, term = self.source.tiles[s], self.source.term_of(s)
         terms = (term,) if self.term_by_term else self.valued
         overlapping = [d for t in terms for d in self.target.overlapping(t, tile.box)]
@@ -113,7 +108,6 @@ class TileTransfers:
         return owners[0] if self._copies is None else owners[self._copies[dst]]
 
     def _assigned_senders(self, s: int) -> dict[tuple[int, int], Ints]:
-        """The senders for each request to source tile ``s``; several senders send a part each."""
         if s not in self._senders:
             self._senders[s] = self._by_turns(s, self._requests(s))
         return self._senders[s]

@@ -39,12 +39,9 @@ def check_disjoint(boxes: Sequence[Box]) -> None:
     Raises:
         ValueError: Two boxes overlap (the message names both), or have different numbers of dims.
 
-    Example:
-        >>> check_disjoint([Box((0,), (5,)), Box((4,), (5,))])
-        Traceback (most recent call last):
-        ValueError: boxes 0 and 1 overlap: [0:5] and [4:9] share [4:5]
+    Example: see :func:`check_boxes`.
     """
-    _check_overlap(_columns(boxes), boxes)
+    _check_overlap(BoxIndex(boxes), boxes)
 
 
 def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -64,7 +61,7 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     shape = tuple(shape)
     if _are_stacked(shape, boxes):
         return
-    columns = _columns(boxes)
+    columns = BoxIndex(boxes)
     _check_bounds(shape, columns, boxes)
     if columns.cover((0,) * len(shape), shape):
         return
@@ -88,10 +85,6 @@ def _are_stacked(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
             return False
         begin += sizes[0]
     return begin == shape[0]
-
-
-def _columns(boxes: Sequence[Box]) -> BoxColumns:
-    return BoxIndex(boxes)
 
 
 def _check_bounds(shape: tuple[int, ...], columns: BoxColumns, boxes: Sequence[Box]) -> None:
@@ -125,15 +118,10 @@ class Tile:
     """A box of a tensor, and the ranks that hold it, a full copy each.
 
     Args:
-        box: The region of the tensor.
         owners: Global ranks, at least one, none twice; the preferred owner first.
 
     Raises:
         ValueError: There is no owner, or an owner is named twice.
-
-    Example:
-        >>> Tile(Box((0, 0), (5, 10)), (0, 4)).owners
-        (0, 4)
     """
 
     box: Box
@@ -171,8 +159,6 @@ class Tiling:
     Local tensors of a rank are always listed in the order of :meth:`of`.
 
     Args:
-        shape: The tensor's global shape.
-        terms: The tiles of each term.
         reduce_op: The reduction of terms ("sum", "max", …); None if and only if there is one term.
 
     Raises:
@@ -269,7 +255,6 @@ class Tiling:
 
     @cached_property
     def _content(self) -> tuple[object, ...]:
-        """The whole tiling as numbers: quick to compare."""
         boxes = [tile.box for tile in self.tiles]
         owners = [tile.owners for tile in self.tiles]
         numbers = [box.offsets for box in boxes], [box.sizes for box in boxes], owners

@@ -53,7 +53,6 @@ class ThreadPool:
         self._ended = False
 
     def start(self) -> None:
-        """Begin to receive."""
         with self._lock:
             self._add()
 
@@ -142,7 +141,6 @@ class Agent:
     # -- calling ---------------------------------------------------------------------------
 
     def call(self, request: Request) -> Any:
-        """Call a function on another rank, and return the result. Blocks."""
         call = BlockingCall(**self._about(request))
         return self._wait(call, self._issue(call, _job(request)))
 
@@ -155,7 +153,6 @@ class Agent:
             raise
 
     def call_async(self, request: Request) -> RpcFuture[Any]:
-        """Call a function on another rank, and return a future of the result at once."""
         call = FutureCall(**self._about(request))
         self._issue(call, _job(request))
         return call.future
@@ -191,7 +188,6 @@ class Agent:
         }
 
     def _issue(self, call: RemoteCall, job: tuple[Any, ...], new: Ref | None = None) -> int:
-        """Send ``call``, which runs ``job`` on the other rank, and return the call's number."""
         to = call.to.id
         payload, refs = self.sender.pack(job, to, new)
         number, wake = self._calls.add(call)
@@ -286,7 +282,6 @@ class Agent:
         return result
 
     def _finish(self, call: RemoteCall, outcome: Callable[[], Any]) -> Task | None:
-        """End ``call`` with ``outcome``; return the work that remains and may block, or None."""
         task = call.finish(outcome)
         if task is None:
             self._calls.ended(call)
@@ -303,7 +298,6 @@ class Agent:
     # -- serving ---------------------------------------------------------------------------
 
     def _serve(self, received: Received) -> None:
-        """Run the function that another rank called, and send back the result or the exception."""
         message = received.message
         try:
             fn, args, kwargs = received.load()
@@ -324,7 +318,6 @@ class Agent:
             self._answer(message, lambda: result)
 
     def _answer(self, message: RpcMessage, outcome: Callable[[], Any]) -> None:
-        """Send the caller the result of ``outcome()``, or the exception that it raises."""
         to, number = message.sender, message.number
         try:
             kind, (payload, refs) = MessageKind.RESULT, self.sender.pack(outcome(), to)
@@ -361,7 +354,6 @@ class Agent:
         run_soon(partial(self.gatherings.lose, rank))
 
     def _end(self, number: int, reason: Callable[[RemoteCall], BaseException]) -> None:
-        """End call ``number`` with the error that ``reason`` makes, unless it has ended already."""
         call = self._calls.pop(number)
         if call is None:
             return

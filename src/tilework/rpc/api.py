@@ -1,4 +1,7 @@
-"""The functions of RPC that programs call."""
+"""The functions of RPC that programs call.
+
+All but init_rpc and is_initialized raise a RuntimeError before init_rpc, and after shutdown.
+"""
 
 from __future__ import annotations
 
@@ -87,13 +90,11 @@ def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
         timeout: The longest wait, in seconds or as a timedelta; 0: no limit.
 
     Raises:
-        RuntimeError: init_rpc was not called.
         RpcTimeoutError: The wait took longer than ``timeout``. This rank has left all the same.
         PeerLostError: Another worker died, or left without waiting. This rank has left all the
             same.
 
-    Example:
-        See :func:`init_rpc`.
+    Example: see :func:`init_rpc`.
     """
     agent = current_agent()
     linger = 0.0
@@ -121,7 +122,6 @@ def rpc_sync(
     Args:
         to: A worker by name, rank, or WorkerInfo; may be this rank.
         func: The function to call; may be marked with ``functions.async_execution``.
-        args, kwargs: The arguments of the call.
         timeout: Seconds or a timedelta; 0: no limit. The default is the options' ``rpc_timeout``.
 
     Raises:
@@ -131,10 +131,8 @@ def rpc_sync(
         PeerLostError: The worker died or left; noticed within a second.
         TypeError: The function, an argument or the result cannot be pickled.
         ValueError: There is no such worker.
-        RuntimeError: init_rpc was not called.
 
-    Example:
-        See :func:`init_rpc`.
+    Example: see :func:`init_rpc`.
     """
     result: T = current_agent().call(Request(to, func, args or (), kwargs or {}, timeout))
     return result
@@ -152,18 +150,7 @@ def rpc_async(
     ``wait()`` of the future returns or raises as rpc_sync does. Callbacks run on separate threads
     and may block.
 
-    Example:
-        >>> import operator
-        >>> from tilework import rpc
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     rpc.init_rpc(f"worker{rank}")
-        ...     futures = [rpc.rpc_async(to, operator.add, args=(to, rank)) for to in (0, 1)]
-        ...     results = [future.wait() for future in futures]
-        ...     rpc.shutdown()
-        ...     return results
-        >>> run_ranks(2, program)
-        [[0, 1], [1, 2]]
+    Example: see docs/how-to/rpc.md.
     """
     return current_agent().call_async(Request(to, func, args or (), kwargs or {}, timeout))
 
@@ -180,8 +167,7 @@ def remote(
     Returns a reference to the result at once. If ``func`` raises, the reference's ``to_here()``
     raises that error.
 
-    Example:
-        See :class:`RRef`.
+    Example: see :class:`RRef`.
     """
     rref: RRef[T] = current_agent().remote(Request(to, func, args or (), kwargs or {}, timeout))
     return rref
@@ -192,18 +178,13 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
     Raises:
         ValueError: No worker has the name.
-        RuntimeError: init_rpc was not called.
     """
     agent = current_agent()
     return agent.workers.find(agent.rank if worker_name is None else worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers, in the order of their ranks.
-
-    Raises:
-        RuntimeError: init_rpc was not called.
-    """
+    """All workers, in the order of their ranks."""
     return list(current_agent().workers)
 
 
@@ -213,11 +194,7 @@ def is_initialized() -> bool:
 
 
 def get_rpc_timeout() -> float:
-    """The default timeout of calls in seconds; infinite for no limit.
-
-    Raises:
-        RuntimeError: init_rpc was not called.
-    """
+    """The default timeout of calls in seconds; infinite for no limit."""
     return current_agent().rpc_timeout
 
 
@@ -230,7 +207,6 @@ def all_gather(
     counts: the object was sent. Let all workers repeat such a call, or none.
 
     Args:
-        obj: Anything that pickles.
         worker_names: The workers that take part, including this worker; None: all.
         timeout: Seconds or a timedelta; 0 means no limit.
 
@@ -239,16 +215,7 @@ def all_gather(
         RpcTimeoutError: Some worker did not come in time.
         PeerLostError: Some worker died or left.
 
-    Example:
-        >>> from tilework import rpc
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     rpc.init_rpc(f"worker{rank}")
-        ...     seen = rpc.all_gather(rank * 10)
-        ...     rpc.shutdown()
-        ...     return seen
-        >>> run_ranks(2, program)[0]
-        {'worker0': 0, 'worker1': 10}
+    Example: ``rpc.all_gather(rank)`` gives ``{"worker0": 0, "worker1": 1}``.
     """
     agent = current_agent()
     names = [worker.name for worker in agent.workers] if worker_names is None else worker_names
@@ -268,14 +235,6 @@ def barrier(
 
     Args and errors are those of :func:`all_gather`.
 
-    Example:
-        >>> from tilework import rpc
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     rpc.init_rpc(f"worker{rank}")
-        ...     rpc.barrier()
-        ...     rpc.shutdown()
-        >>> run_ranks(2, program)
-        [None, None]
+    Example: see :func:`all_gather`.
     """
     all_gather(None, worker_names, timeout)

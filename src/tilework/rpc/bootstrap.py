@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from tilework.comm.backends.internal import DistributedBackendOptions
@@ -41,7 +41,6 @@ class Card:
     """A rank's description of itself: name, host and address, which all other ranks read."""
 
     name: str
-    """The worker name of the rank."""
     proof: str
     """Equal where the job's secret is."""
     host: str
@@ -94,17 +93,16 @@ class Meeting:
                 time.sleep(0.01)
 
     def agree_on_size(self) -> None:
-        """Raise CollectiveMismatchError, here and on the others, if ranks gave different sizes."""
         own = f"rank {self._rank} says world_size={self._size}"
         first = self.store.compare_set("size", "", own).decode()
         if first.partition("=")[2] != str(self._size):
             self._disagree(f"ranks disagree on how many workers there are: {own}, but {first}")
 
     def exchange(self, card: Card) -> list[Card]:
-        """Publish ``card``, and return the cards of all ranks, in their order. Blocks."""
         text = json.dumps(asdict(card))
         self.publish("card", text)
-        cards = [_card(text) for text in self.gather("card")]
+        cards = [Card(**json.loads(text)) for text in self.gather("card")]
+        cards = [replace(each, probe=MemoryFile(*each.probe)) for each in cards]
         others = [rank for rank, other in enumerate(cards) if other.proof != cards[0].proof]
         if others:
             raise CollectiveMismatchError(
@@ -115,16 +113,13 @@ class Meeting:
         return cards
 
     def wait_for_all(self) -> None:
-        """Block until all ranks have called this."""
         self.publish("here", "")
         self.gather("here")
 
     def publish(self, what: str, text: str) -> None:
-        """Publish this rank's ``text`` under the name ``what``, for :meth:`gather` of all ranks."""
         self.store.set(f"{what}/{self._rank}", text)
 
     def gather(self, what: str) -> list[str]:
-        """The texts that all ranks published under ``what``, in the order of ranks. Blocks."""
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         while not self._there(keys):
             if time.monotonic() > self._deadline:
@@ -161,11 +156,6 @@ class Meeting:
     def _disagree(self, text: str) -> None:
         self.store.set("disagreement", text)
         raise CollectiveMismatchError(text)
-
-
-def _card(text: str) -> Card:
-    fields = json.loads(text)
-    return Card(**{**fields, "probe": MemoryFile(*fields["probe"])})
 
 
 #: The longest that a rank waits for the others to call init_rpc.

@@ -28,13 +28,11 @@ class InFlight:
         self.total = 0
 
     def begin(self) -> None:
-        """Count one more."""
         with self._changed:
             self._now += 1
             self.total += 1
 
     def end(self) -> None:
-        """Count one less."""
         with self._changed:
             self._now -= 1
             if not self._now:
@@ -61,9 +59,7 @@ class RemoteCall(ABC):
     what: str
     #: The place of the call in the user's program; None: no code of the user has made the call.
     site: Site | None
-    #: Seconds; infinite for no limit.
     timeout: float
-    #: True if the call is for RPC's own purposes.
     inner: bool = False
     #: The time of ``time.monotonic`` at which the call is late; set at construction.
     deadline: float = 0.0
@@ -76,21 +72,18 @@ class RemoteCall(ABC):
         """End the call by ``outcome``; never blocks. Returns work that may block, or None."""
 
     def lost(self) -> PeerLostError:
-        """The error to raise if the called worker has died or left."""
         return PeerLostError(
             f"{self.to_where()} died or left before {self.what} returned{self._called()}",
             ranks=[self.to.id],
         )
 
     def late(self) -> RpcTimeoutError:
-        """The error to raise if the called worker has not answered within the timeout."""
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout:g} s): {self.what} on "
             f"{self.to_where()}{self._called()}. Pass a longer timeout if the call may take longer"
         )
 
     def to_where(self) -> str:
-        """The called worker in words, for error messages."""
         return f"worker {self.to.name!r} (rank {self.to.id})"
 
     def _called(self) -> str:
@@ -114,7 +107,6 @@ class BlockingCall(RemoteCall):
         self._ended.release()
 
     def wait(self) -> Any:
-        """Block until the call has ended; return the result or raise."""
         self._ended.acquire()
         outcome, self._outcome = self._outcome, None  # which knows the call
         assert outcome is not None
@@ -195,16 +187,13 @@ class Calls:
             self.work.end()
 
     def numbers(self, where: Callable[[RemoteCall], bool]) -> list[int]:
-        """The numbers of the calls for which ``where`` holds."""
         with self._lock:
             return [number for number, call in self._calls.items() if where(call)]
 
     def late(self, now: float) -> list[int]:
-        """The numbers of the calls whose deadline has passed at the time ``now``."""
         return self.numbers(lambda call: call.deadline <= now)
 
     def sleep_until(self, at_most: float) -> float:
-        """The time until which the watching thread may sleep: the next deadline, or ``at_most``."""
         with self._lock:
             soonest = min((call.deadline for call in self._calls.values()), default=math.inf)
             self._awake_at = min(soonest, at_most)

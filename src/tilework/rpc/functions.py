@@ -16,11 +16,7 @@ def async_execution(fn: _Function) -> _Function:
     A rank that calls ``fn`` by RPC gets the value of the future once the future is complete; no
     thread waits for it meanwhile. Write ``@staticmethod`` or ``@classmethod`` above this decorator.
 
-    Example:
-        >>> import torch
-        >>> @async_execution
-        ... def later():
-        ...     return torch.futures.Future()
+    Example: see docs/how-to/rpc.md.
     """
     setattr(fn, _MARK, True)
     return fn

@@ -23,17 +23,14 @@ class RpcFuture(torch.futures.Future[T]):
         self._ready = threading.Event()
 
     def wait(self) -> T:
-        """Block until the future is complete; return the value, or raise the exception."""
         self._ready.wait()
         return super().wait()
 
     def set_result(self, result: T) -> None:
-        """Complete the future with ``result``. Callbacks run on the calling thread."""
         self._ready.set()
         super().set_result(result)
 
     def set_exception(self, result: Any) -> None:
-        """Complete the future with an exception. Callbacks run on the calling thread."""
         self._ready.set()
         super().set_exception(result)
 
@@ -106,7 +103,6 @@ class Gatherings:
         return Later(round.future)
 
     def lose(self, rank: int) -> None:
-        """Fail the gatherings that need ``rank``, which is gone."""
         with self._lock:
             self._lost.add(rank)
             ended = [key for key in self._rounds if rank in key[1]]

@@ -78,9 +78,7 @@ class Ref(NamedTuple):
     """A reference in a message."""
 
     id: RefId
-    """The name of the reference."""
     owner: int
-    """The rank that holds the value."""
     pin: int
     """The number by which the sender keeps the reference until the receiver HOLDS it, or COUNTED or
     NEW."""
@@ -97,11 +95,8 @@ FIRST_PIN: Final = 2
 class RpcMessage:
     """A received message, decoded into parts that are not unpickled yet."""
 
-    #: A :class:`MessageKind`.
     kind: int
-    #: The rank that has sent the message.
     sender: int
-    #: The meaning depends on the kind: see :class:`MessageKind`.
     number: int
     #: The references in the pickle, or the reference that the message is about.
     refs: list[Ref]
@@ -129,7 +124,6 @@ class RpcMessage:
 
     @property
     def file_bytes(self) -> int:
-        """The number of bytes of the memory file that hold parts of this message."""
         return max(size + place for size, place in self.parts if place >= 0)
 
 
@@ -192,7 +186,6 @@ def decode(frames: Sequence[Any]) -> RpcMessage:
 
 
 def _join(frames: Any, size: int) -> Any:
-    """The next ``size`` bytes of ``frames``, as a single writable buffer."""
     first = next(frames).buffer
     if len(first) == size:
         return first

@@ -44,15 +44,11 @@ class RemoteFailure(NamedTuple):
     pickled: bytes | None
     """The exception; None where it cannot be pickled, or is not for others (an interrupt)."""
     name: str
-    """The name of the exception's class."""
     text: str
-    """The text of the exception."""
     traceback: str
-    """The traceback as text."""
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteFailure:
-        """The description of ``error`` for the rank that made the call."""
         lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         return cls(_pickled(error), name.removeprefix("builtins."), text_of(error), "".join(lines))
@@ -89,7 +85,6 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _unpickled(data: bytes | None) -> Exception | None:
-    """The exception in ``data``; None if there is none, or it cannot be unpickled."""
     try:
         error = None if data is None else pickle.loads(data)
     except Exception:
@@ -105,7 +100,6 @@ class Payload:
     """An object as a pickle and large buffers; ``refer`` is called with each RRef in it."""
 
     def __init__(self, obj: Any, refer: Callable[[RRef[Any]], None]) -> None:
-        #: Buffers that stand apart, in order.
         self.buffers: list[memoryview] = []
         file = io.BytesIO()
         try:
@@ -292,26 +286,21 @@ class Received:
     """
 
     message: RpcMessage
-    """The message."""
     refs: list[RRef[Any]]
-    """The references in the message."""
     file: Any
     """The contents of the memory file; the error if that cannot be opened; None without a file."""
 
     @property
     def lacks_memory(self) -> bool:
-        """True if the memory file could not be opened."""
         return isinstance(self.file, OSError)
 
     def load(self) -> Any:
-        """Unpickle and return the object that was sent."""
         if self.lacks_memory:
             raise DistError(f"cannot open the sender's memory: {self.file}")
         data, *buffers = self.message.load(self.file)
         return load(data, buffers, self.refs)
 
     def fail_new(self, error: BaseException) -> None:
-        """If the message was to make a value on this rank, fail that value with ``error``."""
         for rref, ref in zip(self.refs, self.message.refs, strict=True):
             if ref.pin == NEW and isinstance(rref.entry, Owned):
                 rref.entry.fail(error)

@@ -41,12 +41,10 @@ class Owned:
         self._error: BaseException | None = None
 
     def complete(self, value: Any) -> None:
-        """Set the value, and wake all who wait for it."""
         self._value = value
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Set the error that :meth:`get` raises, since there will be no value."""
         self._error = error
         self._end()
 
@@ -56,7 +54,6 @@ class Owned:
             pending.set_result(None)
 
     def get(self) -> Any:
-        """The value. Blocks until the call that makes it has ended, and raises the call's error."""
         pending = self.pending
         if pending is not None:
             pending.wait()
@@ -123,13 +120,11 @@ class References:
         self._dropped: deque[_Watch] = deque()
 
     def own(self, value: Any) -> Owned:
-        """A new entry for ``value``, which this rank owns."""
         entry = Owned(RefId(self._rank, next(self._ids)), self._rank)
         entry.complete(value)
         return entry
 
     def create(self, owner: int) -> tuple[Entry, Ref]:
-        """A new entry for a value that ``owner`` is to make, and the reference to send there."""
         id = RefId(self._rank, next(self._ids))
         if owner == self._rank:
             entry = Owned(id, owner)
@@ -149,7 +144,6 @@ class References:
             return Ref(entry.id, entry.owner, pin)
 
     def unsent(self, refs: Sequence[Ref], to: int) -> None:
-        """Release ``refs``, which were made for a message to rank ``to`` that was not sent."""
         for ref in refs:
             if ref.pin >= FIRST_PIN:
                 self.holds(ref.pin)
@@ -162,7 +156,6 @@ class References:
     # -- what arrives: in the order of the messages, one thread at a time --------------------
 
     def incoming(self, ref: Ref, sender: int) -> Entry:
-        """This rank's entry for ``ref``, which came in a message from ``sender``."""
         with self._lock:
             if ref.owner == self._rank:
                 return self._come_home(ref, sender)
@@ -242,7 +235,6 @@ class References:
     # -- what is dropped -------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Report to the owners how many references this rank has dropped."""
         while self._dropped:
             gone = self._dropped.popleft()
             id, owner = gone.id, gone.owner
@@ -284,7 +276,6 @@ class References:
         return entry
 
     def _add_entry(self, id: RefId) -> Owned:
-        """A new entry for a value of this rank, which counts a reference of rank ``id.creator``."""
         entry = self._owned[id] = Owned(id, self._rank)
         entry.holders[id.creator] = 1
         return entry

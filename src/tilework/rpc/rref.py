@@ -88,24 +88,10 @@ class RRef(Generic[T]):
     The owner keeps the value as long as a living rank has a reference to it.
 
     Args:
-        value: The value to refer to.
         type_hint: Accepted for torch's sake; without effect.
 
     Raises:
         RuntimeError: init_rpc was not called.
-
-    Example:
-        >>> from tilework import rpc
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     rpc.init_rpc(f"worker{rank}")
-        ...     there = rpc.remote("worker1", sorted, args=([3, 1, 2],))
-        ...     here = rpc.RRef("abc")
-        ...     seen = there.to_here(), rpc.rpc_sync("worker1", _upper, args=(here,))
-        ...     rpc.shutdown()
-        ...     return seen
-        >>> run_ranks(2, program)[0]
-        ([1, 2, 3], 'ABC')
     """
 
     __slots__ = ("__weakref__", "_agent", "_entry")
@@ -257,8 +243,3 @@ def _copy(done: Any, entry: Owned) -> None:
         entry.complete(done.value())
     except BaseException as error:
         entry.fail(error)
-
-
-def _upper(rref: RRef[str]) -> str:
-    """The value of ``rref`` in upper case, for the example of :class:`RRef`."""
-    return rref.to_here().upper()

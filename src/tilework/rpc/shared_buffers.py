@@ -32,8 +32,6 @@ _KEPT_SECONDS: Final = 2.0
 
 
 class _File(NamedTuple):
-    """A memory file that is kept for later messages."""
-
     fd: int
     size: int
 
@@ -72,7 +70,6 @@ class SharedBufferPool:
         return fd, room
 
     def _find(self, size: int) -> _File | None:
-        """Take an unused file of ``size`` to ``4 * size`` bytes; None if there is none."""
         fitting = [each for each in self._unused if size <= each[1].size <= 4 * size]
         if not fitting:
             return None
@@ -110,7 +107,6 @@ class SharedBufferPool:
             return len(self._unused) == 1
 
     def lost(self, rank: int) -> None:
-        """Close the files that were shared with ``rank``, which is gone."""
         with self._lock:
             files = [fd for fd, holder in self._shared.items() if holder == rank]
         for fd in files:
@@ -125,7 +121,6 @@ class SharedBufferPool:
             return self._unused[0][0] + _KEPT_SECONDS if self._unused else float("inf")
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
         with self._lock:
             numbers = [*self._shared, *(file.fd for _, file in self._unused), self.probe.fd]
             self._shared.clear()
@@ -218,7 +213,6 @@ def place(sizes: Sequence[int]) -> list[int]:
 
 
 def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
-    """Write ``parts`` to the file ``fd``, or to a new file; None if writing failed."""
     try:
         fd = MemoryFile.create("rpc").fd if fd is None else fd
         for part, offset in zip(parts, offsets, strict=True):

@@ -48,16 +48,13 @@ class Keys:
         self._size = size
 
     def public(self, rank: int) -> bytes:
-        """The public key of ``rank``, in Z85."""
         return bytes(zmq.curve_public(self.private(rank)))
 
     def private(self, rank: int) -> bytes:
-        """The private key of ``rank``, in Z85."""
         return bytes(z85.encode(self._derived(f"rank {rank}")))
 
     @cached_property
     def allowed(self) -> dict[bytes, int]:
-        """The ranks of the job, by public key in binary."""
         return {z85.decode(self.public(rank)): rank for rank in range(self._size)}
 
     @property
@@ -163,14 +160,12 @@ class Transport:
         return address
 
     def listen_on(self, host: str) -> str:
-        """Listen at ``host``, for ranks of other hosts, on any free port; return the address."""
         self._inbox.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         bound = self._inbox.get(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         return bound.decode().rstrip("\0")
 
     def know(self, addresses: Sequence[str], hello: Callable[[int], bytes]) -> None:
-        """Set the addresses of all ranks, in order; ``hello`` makes the first message to a rank."""
         self._hello = hello
         self._peers = {rank: _Peer(address) for rank, address in enumerate(addresses)}
         self._peers[self._rank].address = _SELF
@@ -217,7 +212,6 @@ class Transport:
         peer.socket = sender
 
     def give_up(self, rank: int) -> None:
-        """Close the connection to ``rank``, and send nothing to it any more."""
         peer = self._peers[rank]
         with peer.lock:
             peer.gone = True
@@ -228,7 +222,6 @@ class Transport:
     # -- receiving -------------------------------------------------------------------------
 
     def receive(self) -> list[zmq.Frame]:
-        """Wait for the next message to this rank, and return the frames; one thread at a time."""
         return self._inbox.recv_multipart(copy=False)
 
     def watch(self, seconds: float) -> list[int]:

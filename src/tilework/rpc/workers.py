@@ -12,7 +12,6 @@ from typing import Any, Final
 from tilework.store.internal import first_few
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
-#: The number of names that an error message spells out.
 _NAMES_SHOWN: Final = 16
 
 
@@ -23,7 +22,6 @@ class WorkerInfo:
     name: str
     """The name that the worker gave to init_rpc; unique."""
     id: int
-    """The worker's rank."""
 
 
 #: A worker, as a call addresses it: by name, rank or WorkerInfo.
