@@ -33,32 +33,10 @@ from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
 from tilework.tiled import TiledTensor, torch_arguments
 
-
-class TorchShardedNames:
-    """Class methods under their names in torch."""
-
-    __slots__ = ()
-
-    @classmethod
-    def _init_from_local_shards(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``init_from_local_shards``; this is torch's name for it."""
-        return cls.init_from_local_shards(*args, **kwargs)
-
-    @classmethod
-    def _init_from_local_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``init_from_local_tensor``; this is torch's name for it."""
-        return cls.init_from_local_tensor(*args, **kwargs)
-
-    @classmethod
-    def _init_from_local_shards_and_global_metadata(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``from_local_shards_and_global_metadata``; this is torch's name for it."""
-        return cls.from_local_shards_and_global_metadata(*args, **kwargs)
-
-
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
 
-class ShardedTensorBase(TorchShardedNames, TiledTensor):
+class ShardedTensorBase(TiledTensor):
     """Some shards of a tensor and the metadata of all shards, without a process group.
 
     Base class of ShardedTensor, which has a group and communicates.
@@ -105,7 +83,6 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
 
         Args:
             local_shards: This rank's shards; may be all shards.
-            sharded_tensor_metadata: The metadata of the full tensor.
             sharding_spec: The spec that gives these shards; inferred from the metadata if None.
 
         Raises:
@@ -117,6 +94,9 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         checks.check_listed(local_shards, metadata)
         spec = checks.given_or_inferred_spec(metadata, sharding_spec)
         return cls._assemble(spec, metadata, list(local_shards), _map_by_placements(metadata), None)
+
+    #: torch's name.
+    _init_from_local_shards_and_global_metadata: Any = from_local_shards_and_global_metadata
 
     def metadata(self) -> ShardedTensorMetadata:
         """The size, the properties and all shards of the full tensor; the same on every rank."""
@@ -160,15 +140,6 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
             tensors: A tensor for each of :meth:`local_shards`, of the same size; any dtype or
                 device.
             properties: Fields of :class:`TensorProperties` that differ from this tensor's.
-
-        Example:
-            >>> from tilework.sharded import ChunkShardingSpec, ones
-            >>> from tilework.testing import run_ranks
-            >>> def program(rank):
-            ...     st = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
-            ...     return st.like([st.local_tensor() * 3]).full_tensor().tolist()
-            >>> run_ranks(2, program)[0]
-            [3.0, 3.0, 3.0, 3.0]
         """
         shards = [
             shard.with_tensor(tensor)
@@ -206,7 +177,6 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return overview_page(self._overview()).html()
 
     def _overview(self) -> Overview:
-        """The overview for print(): the owners of shards, and the group's ranks without shards."""
         group, name = self._process_group, f"{type(self).__name__} "
         idle = () if group is None else {*group.global_ranks} - {*self.tiling.ranks}
         return overview(self._metadata, self._sharding_spec, name, idle)

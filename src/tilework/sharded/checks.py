@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, get_rank, resolve
-from tilework.layout import Box
+from tilework.layout import Box, check_boxes
 from tilework.mesh.internal import check_device_is_there
 from tilework.sharded.metadata import (
     RemoteDevice,
@@ -25,7 +25,6 @@ from tilework.sharded.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
-    check_shards,
     infer_sharding_spec_from_shards_metadata,
 )
 
@@ -45,11 +44,7 @@ def parse_and_validate_remote_device(
             the placement has neither a rank nor a name.
         RuntimeError: It names a worker, and :func:`tilework.rpc.init_rpc` was not called.
 
-    Example:
-        >>> from tilework.testing import run_ranks
-        >>> last = RemoteDevice("rank:1/cpu")
-        >>> run_ranks(2, lambda rank: parse_and_validate_remote_device(None, last))[0]
-        (1, device(type='cpu'))
+    Example: ``parse_and_validate_remote_device(None, RemoteDevice("rank:1/cpu"))``.
     """
     return _place(remote_device, _ranks_of(group))
 
@@ -75,7 +70,9 @@ def _place(place: RemoteDevice | None, ranks: Collection[int] | None) -> Place:
         raise ValueError("remote device is None: give the shard a placement such as 'rank:0/cpu'")
     worker, rank = place.worker_name(), place.rank()
     if worker is not None:
-        rank = _rank_of_worker(worker)
+        from tilework.sharded import remote
+
+        rank = remote.rank_of_worker(worker)
     if rank is None:
         raise ValueError(f"remote device {place} does not name a rank: write 'rank:<rank>/{place}'")
     if ranks is not None and rank not in ranks:
@@ -83,12 +80,6 @@ def _place(place: RemoteDevice | None, ranks: Collection[int] | None) -> Place:
             f"Global rank {rank} does not exist in input process group: its ranks are {list(ranks)}"
         )
     return rank, place.device()
-
-
-def _rank_of_worker(name: str) -> int:
-    from tilework.sharded import remote
-
-    return remote.rank_of_worker(name)
 
 
 def check_rrefs(init_rrefs: bool, group: AnyGroup = None) -> None:
@@ -185,7 +176,7 @@ def check_metadata(metadata: ShardedTensorMetadata) -> None:
     if not metadata.shards_metadata:
         raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
     check_formats(metadata.tensor_properties.layout, metadata.tensor_properties.memory_format)
-    check_shards(metadata.size, metadata.shards_metadata)
+    check_boxes(tuple(metadata.size), [shard.box for shard in metadata.shards_metadata])
 
 
 def given_or_inferred_spec(
@@ -328,8 +319,6 @@ class _Word(str):
 
 
 def _brief(arguments: Any) -> Any:
-    """``arguments`` with plain tensors shown by dtype and shape, not by values."""
-
     def abbreviated(leaf: Any) -> Any:
         if type(leaf) not in (Tensor, torch.nn.Parameter):
             return leaf

@@ -83,14 +83,7 @@ def arange(
 
     Floats are the numbers nearest to ``start + i * step``; torch's values may be one rounding off.
 
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, arange
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     return arange(spec, 5).local_tensor().tolist()
-        >>> run_ranks(2, program)
-        [[0, 1, 2], [3, 4]]
+    Example: see :func:`zeros`.
     """
     first, last = (0, start) if end is None else (start, end)
     # Only the shape and the dtype of the full range are needed here.
@@ -114,15 +107,7 @@ def init_from_local_shards(
 ) -> ShardedTensor:
     """See :meth:`ShardedTensor.init_from_local_shards`.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import Shard, init_from_local_shards
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mine = Shard.from_tensor_and_offsets(torch.ones(2), [2 * rank], rank)
-        ...     return init_from_local_shards([mine], 4).full_tensor().tolist()
-        >>> run_ranks(2, program)[0]
-        [1.0, 1.0, 1.0, 1.0]
+    Example: see docs/how-to/sharded-tensors.md.
     """
     return ShardedTensor.init_from_local_shards(local_shards, *global_size, **properties)
 
@@ -160,15 +145,7 @@ def from_full_tensor(
         TypeError: ``tensor`` is not a plain tensor.
         ValueError: The spec does not fit the tensor or the group.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, from_full_tensor
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     return from_full_tensor(torch.arange(3), spec).local_tensor().tolist()
-        >>> run_ranks(2, program)
-        [[0, 1], [2]]
+    Example: see docs/how-to/sharded-tensors.md.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, TiledTensor):
         raise TypeError(

@@ -27,12 +27,10 @@ class ShardOwner:
 
     @property
     def device_types(self) -> set[str]:
-        """The types of the owner's devices."""
         return {device.partition(":")[0] for device in self.devices}
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:
-        """The sizes of the owner's shards."""
         return [tuple(shard.shard_sizes) for shard in self.shards]
 
 
@@ -67,7 +65,6 @@ def _owner_name(shard: ShardMetadata) -> str:
 
 
 def _owners(metadata: ShardedTensorMetadata) -> list[ShardOwner]:
-    """All owners of shards, empty shards included: ranks in order, then workers."""
     by_name: dict[str, list[ShardMetadata]] = {}
     for shard in metadata.shards_metadata:
         by_name.setdefault(_owner_name(shard), []).append(shard)
@@ -131,7 +128,6 @@ def _rows(owners: Sequence[ShardOwner]) -> list[list[ShardOwner]]:
 
 
 def _words(row: Sequence[ShardOwner], total_bytes: int) -> tuple[str, ...]:
-    """The cells of a row of the table: owners, shards, bytes, and share of all bytes."""
     first, loads = row[0], sorted(owner.n_bytes for owner in row)
     if len(row) == 1:
         share = f"{first.n_bytes / total_bytes:.1%}"

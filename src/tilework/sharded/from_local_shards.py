@@ -104,7 +104,6 @@ def _only_shard(
 
 
 def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
-    """Check this rank's shards; return placements and common properties for the other ranks."""
     rank = get_rank()
     if not isinstance(local_shards, Sequence) or not all(
         isinstance(s, Shard) for s in local_shards
@@ -135,7 +134,6 @@ def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
 def _agree_facts(
     facts: Callable[[], Facts], operation: str, group: AnyGroup
 ) -> tuple[list[int], Sequence[Facts]]:
-    """The group's ranks and each rank's facts, after comparing them. Collective; blocks."""
     resolved = resolve(group)
     if isinstance(resolved, NonMember):
         raise ValueError(
@@ -147,7 +145,6 @@ def _agree_facts(
 
 
 def _common_properties(ranks: Sequence[int], by_rank: Sequence[Facts]) -> TensorProperties:
-    """The properties of all shards of all ranks; raise ValueError if ranks differ in them."""
     known = {
         rank: facts["properties"]
         for rank, facts in zip(ranks, by_rank, strict=True)

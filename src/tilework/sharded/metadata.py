@@ -30,11 +30,6 @@ class RemoteDevice:
     Raises:
         ValueError: The string is none of these.
         TypeError: It is neither a string nor a device.
-
-    Example:
-        >>> place = RemoteDevice("rank:2/cpu")
-        >>> place.rank(), place.device(), str(place)
-        (2, device(type='cpu'), 'rank:2/cpu')
     """
 
     _rank: int | None
@@ -70,12 +65,7 @@ class RemoteDevice:
         return self._device
 
     def with_device(self, device: torch.device | str) -> RemoteDevice:
-        """Another device of the same owner.
-
-        Example:
-            >>> RemoteDevice("rank:1/cpu").with_device("meta")
-            RemoteDevice('rank:1/meta')
-        """
+        """Another device of the same owner."""
         other = object.__new__(RemoteDevice)
         other._set(self._rank, self._worker, torch.device(device))
         return other
@@ -162,18 +152,11 @@ class ShardMetadata:
     """The offsets, sizes and placement of a shard.
 
     Args:
-        shard_offsets: The shard's first index along each dim.
-        shard_sizes: The shard's size along each dim.
         placement: The shard's device, also as a string; None if it is not known.
 
     Raises:
         ValueError: Offsets and sizes differ in number, or a number is negative.
         TypeError: A number is not an integer.
-
-    Example:
-        >>> shard = ShardMetadata([5, 0], [5, 10], "rank:1/cpu")
-        >>> shard.box, shard.placement.rank()
-        (Box(offsets=(5, 0), sizes=(5, 10)), 1)
     """
 
     shard_offsets: Items[int]
@@ -280,13 +263,7 @@ def _named_properties(
 @_explained
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """Everything about a sharded tensor except the values; the same on every rank.
-
-    Args:
-        shards_metadata: All shards of all ranks.
-        size: The tensor's shape.
-        tensor_properties: The properties of all shards.
-    """
+    """Everything about a sharded tensor except the values; the same on every rank."""
 
     shards_metadata: Items[ShardMetadata] = field(default_factory=Items)
     size: torch.Size = field(default_factory=torch.Size)
@@ -334,16 +311,10 @@ class Shard:
     """A local tensor of a sharded tensor, with metadata.
 
     Attributes:
-        tensor: The local tensor.
         metadata: The offsets and sizes in the full tensor, and the rank and device.
 
     Raises:
         ValueError: The tensor's size or device contradicts the metadata.
-
-    Example:
-        >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 3), [4, 0], rank=1)
-        >>> str(shard.metadata.box), str(shard.metadata.placement)
-        ('[4:6, 0:3]', 'rank:1/cpu')
     """
 
     tensor: Tensor

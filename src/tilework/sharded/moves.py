@@ -95,8 +95,6 @@ def _new_tiles(tensor: ShardedTensorBase, target: Tiling, through_autograd: bool
 
 
 class _MoveTiles(torch.autograd.Function):
-    """Forward moves tiles to another tiling, backward their gradients back."""
-
     @staticmethod
     def forward(
         ctx: Any, tensor: ShardedTensorBase, target: Tiling, *tiles: Tensor
@@ -279,8 +277,6 @@ def full_tensor(tensor: ShardedTensorBase) -> Tensor:
 
 
 class _GatherTiles(torch.autograd.Function):
-    """Forward gathers the full tensor on every rank; backward slices the full gradient."""
-
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensorBase, *tiles: Tensor) -> Tensor:
         ranks = tuple(get_process_group_ranks(tensor._process_group))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,27 +37,11 @@ class ShardedOptimizer(Optimizer):
             with these as ``"params"``, and with options. A rank may hold no shards of them.
         optimizer_class: A subclass of torch.optim.Optimizer that treats each element separately
             (SGD, Adam, …); a class outside torch is tried on a small tensor.
-        args: The optimizer's arguments after the parameters.
-        kwargs: The optimizer's keyword arguments.
 
     Raises:
         TypeError: ``optimizer_class`` is not an optimizer class, or a parameter is not a tensor.
         ValueError: The optimizer does not treat each element separately (LBFGS, Muon, Adafactor),
             there are no parameters, or a parameter is given twice.
-
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, ShardedOptimizer, ones
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     weight = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3)
-        ...     optimizer = ShardedOptimizer({"weight": weight}, torch.optim.SGD, lr=0.5)
-        ...     for tile in weight.local_tiles():
-        ...         tile.grad = torch.ones_like(tile)
-        ...     optimizer.step()
-        ...     return weight.local_tensor().tolist()
-        >>> run_ranks(2, program)
-        [[0.5, 0.5], [0.5]]
     """
 
     def __init__(
@@ -74,11 +57,11 @@ class ShardedOptimizer(Optimizer):
         tensors = [tensor for group in groups for tensor in group["params"].values()]
         device = tensors[0].device if tensors else torch.device("cpu")
         check_elementwise(optimizer_class, args, kwargs, device)
-        #: All parameters, by name.
         self.named_params: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # of each parameter group
         self._tiles: dict[str, list[Tensor]] = {}  # the inner optimizer's tensors
-        self._make = partial(_new_optimizer, optimizer_class, args, kwargs)
+        self._make: Callable[..., Optimizer] = optimizer_class
+        self._options = args, kwargs
         self._inner: Optimizer | None = None
         super().__init__(groups, {})
 
@@ -105,7 +88,8 @@ class ShardedOptimizer(Optimizer):
         tiles = {name: local_tensors(tensor) for name, tensor in named.items()}
         local = {**param_group, "params": [tile for own in tiles.values() for tile in own]}
         if self._inner is None:
-            self._inner = self._make([local])
+            args, options = self._options
+            self._inner = self._make([local], *args, **options)
         else:
             self._inner.add_param_group(local)
         self.named_params.update(named)
@@ -118,7 +102,6 @@ class ShardedOptimizer(Optimizer):
         return dict(vars(self))  # torch's method would leave out the parameters
 
     def _add_whole_group(self, names: list[str], own: Mapping[str, Any]) -> None:
-        """Add a group of whole parameters, with the options of the inner optimizer's group."""
         params = [self.named_params[name] for name in names]
         self.param_groups.append({**_options(own), "params": params})
 
@@ -255,7 +238,6 @@ class ShardedOptimizer(Optimizer):
         self._replace_tiles(name, tensor, moved)
 
     def _replace_tiles(self, name: str, tensor: ShardedTensor, full: Mapping[str, Any]) -> None:
-        """Replace old shards in the inner optimizer by those of ``tensor``, with state ``full``."""
         inner = self._inner_optimizer()
         for tile in self._tiles[name]:
             inner.state.pop(tile, None)
@@ -286,8 +268,6 @@ class ShardedOptimizer(Optimizer):
     def _entries(
         self, names: list[str], group: ProcessGroup, gradients: bool = False
     ) -> dict[str, dict[str, Entry]]:
-        """Descriptions of the parameters' states, on which ``group`` agrees. Collective; blocks."""
-
         def shards() -> dict[str, list[tuple[Tensor, State]]]:
             self._check_tiles()
             return {
@@ -318,7 +298,6 @@ class ShardedOptimizer(Optimizer):
                 )
 
     def _matching_groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The saved parameter groups, in this optimizer's order; ValueError if they do not fit."""
         theirs = {frozenset(group["params"]): group for group in saved["param_groups"]}
         matching = []
         for names in self._names:
@@ -355,7 +334,6 @@ class ShardedOptimizer(Optimizer):
             )
 
     def _loaded(self, name: str, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The states ``saved`` of a full parameter, cut for each local tensor of the parameter."""
         tensor = self.named_params[name]
         states: list[dict[str, Any]] = [{} for _ in self._tiles[name]]
         for key in sorted(saved):  # in the same order on all ranks
@@ -366,15 +344,6 @@ class ShardedOptimizer(Optimizer):
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _new_optimizer(
-    optimizer_class: Callable[..., Optimizer],
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    groups: list[dict[str, Any]],
-) -> Optimizer:
-    return optimizer_class(groups, *args, **options)
 
 
 # -- parameters --------------------------------------------------------------------------------
@@ -433,7 +402,6 @@ def named_group(group: Mapping[str, Any]) -> dict[str, Any]:
 # -- the state of a sharded parameter, as local and as sharded tensors -------------------------
 
 
-#: The states of one tensor by name.
 State = Mapping[str, Any]
 #: ("shard", dtype): a tensor of the shard's size. Or the same value for all shards: ("number",
 #: (dtype, number)) for a tensor without dims, which is cheap to send; else ("value", value).
@@ -518,7 +486,6 @@ def full_state(
 
 
 def _received(kind: str, value: Any) -> Any:
-    """The value of a state, made from an entry that another rank sent."""
     return torch.tensor(value[1], dtype=getattr(torch, value[0])) if kind == "number" else value
 
 

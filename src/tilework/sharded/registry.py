@@ -82,12 +82,7 @@ def custom_sharding_spec_op(
     Raises:
         TypeError: The function does not take ``(types, args, kwargs, process_group)``.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import EnumerableShardingSpec
-        >>> @custom_sharding_spec_op(EnumerableShardingSpec, torch.special.entr)
-        ... def entr(types, args, kwargs, process_group):
-        ...     return [torch.special.entr(shard.tensor) for shard in args[0].local_shards()]
+    Example: see :func:`custom_sharded_op_impl`.
     """
     return _register(_by_spec, (sharding_spec_class, func))
 

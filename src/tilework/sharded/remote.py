@@ -99,7 +99,6 @@ def _send(shards: Sequence[Shard], numbers: Sequence[int]) -> None:
 
 
 def _receive(number: int, rrefs: list[rpc.RRef[Shard]], owner: int) -> None:
-    """Store the RRefs to the shards of rank ``owner``, which calls this function by RPC."""
     shared = pending_tensors().by_number.get(number)
     if shared is None:
         raise RuntimeError(

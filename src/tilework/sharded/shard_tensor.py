@@ -28,10 +28,7 @@ class PartialCoverError(NotImplementedError, ValueError):
 
 
 def shard_tensor(
-    tensor: Tensor,
-    sharding_spec: ShardingSpec,
-    src_rank: int = 0,
-    process_group: AnyGroup = None,
+    tensor: Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: AnyGroup = None
 ) -> ShardedTensor:
     """A sharded tensor with the values of ``tensor`` on rank ``src_rank``.
 
@@ -43,7 +40,6 @@ def shard_tensor(
         tensor: On ``src_rank`` the values. On the others a tensor of the same size, dtype and
             ``requires_grad``, whose values are not used: a meta tensor is enough.
         sharding_spec: Any spec that covers the tensor.
-        src_rank: The global rank of the values.
         process_group: The group; the default group if None. A rank outside the group gets the
             metadata, and no shard.
 
@@ -52,16 +48,7 @@ def shard_tensor(
             ranks differ in the tensor's size, dtype or ``requires_grad``, the spec or ``src_rank``.
         PartialCoverError: An EnumerableShardingSpec does not cover the tensor.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, shard_tensor
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     tensor = torch.arange(4) if rank == 0 else torch.empty(4, dtype=int, device="meta")
-        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     return shard_tensor(tensor, spec).local_tensor().tolist()
-        >>> run_ranks(2, program)
-        [[0, 1], [2, 3]]
+    Example: see docs/how-to/sharded-tensors.md.
     """
     request = ShardRequest("input tensor", tensor, sharding_spec, src_rank, process_group)
     agree_equal(request.facts, process_group)
@@ -84,28 +71,15 @@ def shard_parameter(
     the parameter, they keep the plain one: :func:`shard_module` replaces all of them.
 
     Args:
-        module: The module; changed in place.
         param_name: The name of a parameter, a buffer or a plain tensor directly in the module. It
             becomes a parameter, which requires a gradient if the tensor did.
         sharding_spec: Any spec that covers the tensor.
-        src_rank: The global rank of the values.
-        process_group: The group; the default group if None.
 
     Raises:
         AttributeError: The module has no such attribute.
         ValueError: The attribute is not a tensor; also as :func:`shard_tensor`.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, shard_parameter
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     linear = torch.nn.Linear(3, 4)
-        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     shard_parameter(linear, "weight", rows)
-        ...     return linear.weight.local_tensor().shape
-        >>> run_ranks(2, program)
-        [torch.Size([2, 3]), torch.Size([2, 3])]
+    Example: see docs/how-to/shard-a-model.md.
     """
     requests: list[ShardRequest] = []
 
@@ -216,7 +190,6 @@ class ShardRequest:
             parse_and_validate_remote_device(self.group, shard.placement)
 
     def scatter(self) -> ShardedTensor:
-        """Send the values of ``src_rank`` to the shards' owners. Collective; call facts() first."""
         tensor, rank = self.tensor.detach(), get_rank()
         sharded = ShardedTensor(
             self.spec,

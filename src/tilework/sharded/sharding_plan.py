@@ -15,12 +15,7 @@ from tilework.comm.operations.internal import agree_equal
 from tilework.comm.world import AnyGroup
 from tilework.models import check_is_module, close_names, is_pattern, matching_names, split_name
 from tilework.sharded.checks import check_spec
-from tilework.sharded.shard_tensor import (
-    ShardRequest,
-    as_parameter,
-    put_parameter,
-    tensor_of,
-)
+from tilework.sharded.shard_tensor import ShardRequest, as_parameter, put_parameter, tensor_of
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
 
@@ -54,11 +49,6 @@ class ShardingPlan:
 
     Raises:
         TypeError: Something else is given.
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, ShardingPlan
-        >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> plan = ShardingPlan({"embedding.weight": rows, "layers.*.weight": rows})
     """
 
     plan: Mapping[str, ShardingSpec | Sharder]
@@ -108,8 +98,6 @@ def shard_module(
         module: Changed in place. On ranks other than ``src_rank`` it may be on the meta device, as
             far as the plan shards it.
         plan: The plan, the same on every rank.
-        src_rank: The global rank of the values.
-        process_group: The group; the default group if None.
 
     Raises:
         AttributeError: The module has no attribute of a name or wildcard in the plan.
@@ -117,17 +105,7 @@ def shard_module(
         ValueError: A spec does not fit, a parameter gets two, or ranks have different plans.
         TypeError: A Sharder did not return a module.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, ShardingPlan, shard_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     shard_module(model, ShardingPlan({"*.weight": rows}))
-        ...     return [tuple(p.shape) for p in model[0].weight.local_tiles()]
-        >>> run_ranks(2, program)
-        [[(2, 3)], [(2, 3)]]
+    Example: see docs/how-to/shard-a-model.md.
     """
     resolutions: list[_ResolvedPlan] = []
 
@@ -150,8 +128,6 @@ def shard_module(
 
 
 class _ResolvedPlan:
-    """A plan's names, looked up in a module."""
-
     def __init__(
         self, module: nn.Module, plan: ShardingPlan, src_rank: int, group: AnyGroup
     ) -> None:
@@ -186,7 +162,6 @@ class _ResolvedPlan:
         return facts
 
     def names_of(self, tensor: Tensor) -> list[str]:
-        """All names under which the module has ``tensor``."""
         names = [name for name, parameter in self.parameters.items() if parameter is tensor]
         if names:
             return names
@@ -203,7 +178,10 @@ class _ResolvedPlan:
                 self._require(name, self.parameters)
                 specs[name] = how
             else:
-                for matched in self._matches(name):
+                names = matching_names(name, self.parameters)
+                if not names:
+                    raise self._unknown(name, self.parameters)
+                for matched in names:
                     if specs.setdefault(matched, how) != how:
                         raise ValueError(
                             f"two wildcards of the plan give {matched!r} different specs: {how} "
@@ -211,12 +189,6 @@ class _ResolvedPlan:
                         )
         # In the same order on all ranks, whatever the order in which they wrote the plan.
         return dict(sorted(specs.items())), dict(sorted(sharders.items()))
-
-    def _matches(self, pattern: str) -> list[str]:
-        names = matching_names(pattern, self.parameters)
-        if not names:
-            raise self._unknown(pattern, self.parameters)
-        return names
 
     def _require(self, name: str, known: Mapping[str, object]) -> None:
         if name not in known:
@@ -284,18 +256,7 @@ def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
     Raises:
         ValueError: ``resharding_spec`` is not a spec.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, ones, reshard_output
-        >>> from tilework.testing import run_ranks
-        >>> class Ones(torch.nn.Module):
-        ...     def forward(self, spec):
-        ...         return ones(spec, 4, 6)
-        >>> def program(rank):
-        ...     rows, columns = (ChunkShardingSpec(d, ["rank:0/cpu", "rank:1/cpu"]) for d in (0, 1))
-        ...     return reshard_output(Ones(), columns)(rows).local_tensor().shape
-        >>> run_ranks(2, program)
-        [torch.Size([4, 3]), torch.Size([4, 3])]
+    Example: ``reshard_output(model.linear, columns)``.
     """
     # Unlike closures, these hooks can be pickled.
     module.register_forward_hook(partial(_resharded, check_spec(resharding_spec)))
@@ -315,18 +276,7 @@ def collect_local_shard(module: ModuleT) -> ModuleT:
     Returns:
         ``module``.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, collect_local_shard, ones
-        >>> from tilework.testing import run_ranks
-        >>> class Ones(torch.nn.Module):
-        ...     def forward(self, spec):
-        ...         return ones(spec, 2, 3)
-        >>> def program(rank):
-        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     return collect_local_shard(Ones())(rows).tolist()
-        >>> run_ranks(2, program)
-        [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    Example: ``collect_local_shard(reshard_output(model.linear, rows))``.
     """
     module.register_forward_hook(_collected)
     return module

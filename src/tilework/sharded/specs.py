@@ -85,11 +85,6 @@ class ChunkShardingSpec(ShardingSpec):
         NotImplementedError: ``dim`` is a name.
         ValueError: ``dim`` is not an integer, or there is no placement.
         TypeError: ``placements`` is a string.
-
-    Example:
-        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> [s.shard_sizes for s in spec.build_metadata((5, 2), TensorProperties()).shards_metadata]
-        [(3, 2), (2, 2)]
     """
 
     dim: int
@@ -151,13 +146,6 @@ class EnumerableShardingSpec(ShardingSpec):
 
     Raises:
         ValueError: There are none, they differ in number of dims, or two of them overlap.
-
-    Example:
-        >>> EnumerableShardingSpec([
-        ...     ShardMetadata([0, 0], [2, 4], "rank:0/cpu"),
-        ...     ShardMetadata([2, 0], [6, 4], "rank:1/cpu"),
-        ... ]).build_metadata((8, 4), TensorProperties()).size
-        torch.Size([8, 4])
     """
 
     shards: Items[ShardMetadata]
@@ -175,7 +163,7 @@ class EnumerableShardingSpec(ShardingSpec):
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        check_shards(tensor_sizes, self.shards)
+        check_boxes(tuple(tensor_sizes), [shard.box for shard in self.shards])
         return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
 
     def moved(self, device: torch.device) -> EnumerableShardingSpec:
@@ -197,12 +185,7 @@ def infer_sharding_spec_from_shards_metadata(
     Raises:
         ValueError: There are no shards, or two overlap.
 
-    Example:
-        >>> spec = infer_sharding_spec_from_shards_metadata(
-        ...     [ShardMetadata([3], [2], "rank:0/cpu"), ShardMetadata([0], [3], "rank:1/cpu")]
-        ... )
-        >>> spec.dim, [str(place) for place in spec.placements]
-        (0, ['rank:1/cpu', 'rank:0/cpu'])
+    Example: ``infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)``.
     """
     if not shards_metadata:
         raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
@@ -217,11 +200,6 @@ def infer_sharding_spec_from_shards_metadata(
     return EnumerableShardingSpec(shards_metadata)
 
 
-def check_shards(size: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
-    """Check that every element of a tensor of this size is in exactly one shard."""
-    check_boxes(tuple(size), [shard.box for shard in shards])
-
-
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
     """Check that no two shards share an element.
 
@@ -230,9 +208,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
     Raises:
         ValueError: Two shards overlap; the error names them.
 
-    Example:
-        >>> two = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]
-        >>> validate_non_overlapping_shards_metadata(two)
+    Example: ``validate_non_overlapping_shards_metadata(spec.shards)``.
     """
     offsets, sizes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
     if find_overlap(offsets, sizes) is not None:
@@ -242,7 +218,6 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
 def _chunks(
     size: tuple[int, ...], dim: int, placements: Sequence[RemoteDevice]
 ) -> Iterator[ShardMetadata]:
-    """The chunks along ``dim``, one for each placement."""
     n, before, after = len(placements), (0,) * dim, (0,) * (len(size) - dim - 1)
     lengths = chunk_sizes(size[dim], n)
     sizes = {length: Items((*size[:dim], length, *size[dim + 1 :])) for length in {*lengths}}

@@ -22,17 +22,7 @@ def state_dict_hook(
     Local; not collective. For ``module.register_state_dict_post_hook``. It serves all submodules,
     too. Sharded parameters are in state dicts without this hook.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, ones, state_dict_hook
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     module = torch.nn.Module()
-        ...     module.table = ones(ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
-        ...     module.register_state_dict_post_hook(state_dict_hook)
-        ...     return list(module.state_dict())
-        >>> run_ranks(1, program)
-        [['table']]
+    Example: see docs/how-to/shard-a-model.md.
     """
     for start, submodule in _submodules(module, prefix):
         for name, value in vars(submodule).items():
@@ -64,20 +54,7 @@ def pre_load_state_dict_hook(
     Raises:
         ValueError: Ranks load different things, or values lie on ranks outside the group.
 
-    Example:
-        >>> import torch
-        >>> from tilework.sharded import ChunkShardingSpec, shard_parameter
-        >>> from tilework.sharded import pre_load_state_dict_hook
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     linear = torch.nn.Linear(3, 2)
-        ...     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     shard_parameter(linear, "weight", rows)
-        ...     linear.register_load_state_dict_pre_hook(pre_load_state_dict_hook)
-        ...     linear.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
-        ...     return linear.weight.local_tensor().tolist()
-        >>> run_ranks(2, program)
-        [[[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]]]
+    Example: see docs/how-to/shard-a-model.md.
     """
     for start, submodule in _submodules(module, prefix):
         for name, value in list(vars(submodule).items()):
@@ -90,7 +67,6 @@ def pre_load_state_dict_hook(
 
 
 def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -> None:
-    """Put values of ``state_dict`` into the layouts of the parameters. Collective; blocks."""
     values = {
         key: state_dict[key]
         for key, parameter in parameters.items()
@@ -120,7 +96,6 @@ def _submodules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, by their keys."""
     for start, submodule in _submodules(module, prefix):
         for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if tensor is not None:

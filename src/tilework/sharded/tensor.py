@@ -41,11 +41,7 @@ from tilework.sharded.metadata import (
     _named_properties,
     covers,
 )
-from tilework.sharded.specs import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    ShardingSpec,
-)
+from tilework.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -55,7 +51,6 @@ class ShardedTensor(ShardedTensorBase):
     ``init_rrefs``. Ranks outside ``process_group`` may make the tensor, too: they hold no shards.
 
     Args:
-        sharding_spec: The shards and their owners.
         size: The shape, as numbers or one sequence.
         dtype: torch's default dtype if None.
         layout: Only torch.strided.
@@ -72,15 +67,6 @@ class ShardedTensor(ShardedTensorBase):
     Raises:
         ValueError: The spec does not fit the size or the group, or an unsupported layout.
         RuntimeError: RPC is needed, and not initialized.
-
-    Example:
-        >>> from tilework.sharded import ChunkShardingSpec, ShardedTensor
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     return ShardedTensor(spec, 5, 4).local_tensor().shape
-        >>> run_ranks(2, program)
-        [torch.Size([3, 4]), torch.Size([2, 4])]
     """
 
     _process_group: ProcessGroup | NonMember
@@ -149,8 +135,6 @@ class ShardedTensor(ShardedTensorBase):
         Args:
             local_shards: This rank's shards, used without a copy; may be empty on some ranks.
             global_size: The full tensor's shape, the same on every rank.
-            process_group: The group; the default group if None.
-            init_rrefs: See :class:`ShardedTensor`.
 
         Raises:
             ValueError: Shards do not fit this rank, each other, the size, or other ranks' shards.
@@ -180,8 +164,6 @@ class ShardedTensor(ShardedTensorBase):
                 a shard in the spec.
             sharding_spec: Gives each rank of the group at most one shard.
             global_size: The full tensor's shape, the same on every rank.
-            process_group: The group; the default group if None.
-            init_rrefs: See :class:`ShardedTensor`.
 
         Raises:
             ValueError: The spec does not fit, or the tensor is not the rank's shard by the spec.
@@ -223,6 +205,13 @@ class ShardedTensor(ShardedTensorBase):
 
         return cls._with_rrefs(make, init_rrefs)
 
+    # torch's names
+    _init_from_local_shards, _init_from_local_tensor = (
+        init_from_local_shards,
+        init_from_local_tensor,
+    )
+    _init_from_local_shards_and_global_metadata: Any = from_local_shards_and_global_metadata
+
     @property
     def process_group(self) -> ProcessGroup | NonMember:
         """The group whose ranks hold the shards."""
@@ -245,10 +234,8 @@ class ShardedTensor(ShardedTensorBase):
         Collective over the group; blocks. Ranks outside the group do nothing.
 
         Args:
-            dst: The global rank that gets the full tensor.
             out: On ``dst``, a tensor of the same shape to write to; None on the others.
             enforce_dtype: Send shards in ``out``'s dtype, so that ``dst`` needs no room to convert.
-            dtype: Send shards in this dtype.
 
         Raises:
             ValueError: ``out`` is missing on ``dst``, has another shape, or is given on another
@@ -378,21 +365,7 @@ def load_with_process_group(process_group: AnyGroup) -> Iterator[AnyGroup]:
     Raises:
         RuntimeError: Another group is set already.
 
-    Example:
-        >>> import io, torch
-        >>> import tilework.distributed as dist
-        >>> from tilework.sharded import ChunkShardingSpec, load_with_process_group, ones
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     pg = dist.new_group([0, 1])
-        ...     spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        ...     file = io.BytesIO()
-        ...     torch.save(ones(spec, 4, process_group=pg), file)
-        ...     file.seek(0)
-        ...     with load_with_process_group(pg):
-        ...         return torch.load(file).process_group is pg
-        >>> run_ranks(2, program)
-        [True, True]
+    Example: ``with load_with_process_group(pg): state = torch.load(file)``.
     """
     state = current_world().state(_Loading)
     if state.group is not None:
@@ -441,7 +414,6 @@ def _rank_info(group: AnyGroup) -> _RankInfo:
 
 
 def _check_there_is_a_group() -> None:
-    """Raise RuntimeError if there is no default group to load onto."""
     if not is_initialized():
         raise RuntimeError(
             "Need to initialize default process group using init_process_group before loading "

@@ -158,7 +158,6 @@ def _set_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 
 
 def _tiles_alike(func: Callable[..., Any], tensor: Any, value: Any) -> list[Any]:
-    """The tiles of ``value``, which must be sharded like ``tensor``."""
     if not isinstance(value, ShardedTensor) or not isinstance(tensor, ShardedTensor):
         raise unsupported(func, (tensor, value), {}, _SHARDED_ALIKE)
     if value.shape != tensor.shape or not same_layout(tensor, value):
@@ -194,7 +193,6 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 def _tiles_and_gradients(
     tensors: Sequence[Tensor], gradients: Sequence[Any]
 ) -> tuple[list[Tensor], list[Any]]:
-    """Plain tensors and tiles, and the gradient of each."""
     tiles: list[Tensor] = []
     tile_gradients: list[Any] = []
     for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -251,7 +249,6 @@ def _autograd_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> An
 
 
 def _wrapped_gradient(tensor: Tensor, gradients: list[Tensor | None]) -> Tensor | None:
-    """The gradient of a tensor, from the tiles' gradients; zeros for tiles without a gradient."""
     if not isinstance(tensor, ShardedTensor):
         return gradients[0]
     if all(gradient is None for gradient in gradients):

@@ -122,8 +122,6 @@ def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | Non
 
 
 class _Call:
-    """A call with sharded tensors, which may stand in lists."""
-
     __slots__ = ("args", "func", "kwargs", "operands", "plain")
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]):
@@ -145,17 +143,14 @@ class _Call:
                 self._note(value)
 
     def refused(self, hint: str) -> RuntimeError:
-        """The error for the call."""
         return unsupported(self.func, self.args, self.kwargs, hint)
 
     def with_others(self, others: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with others in place of sharded tensors."""
         rest = iter(others)
         given = [_replaced(value, rest) for value in self.args]
         return given, {name: _replaced(value, rest) for name, value in self.kwargs.items()}
 
     def on(self, tensors: Iterable[Tensor]) -> Any:
-        """The result of the function with other tensors in place of sharded ones."""
         given, named = self.with_others(tensors)
         return self.func(*given, **named)
 
@@ -183,7 +178,6 @@ class _Plan:
     """The rule of a call, for operands of these layouts and the same static arguments."""
 
     call: LocalCall
-    #: The factor map, and the ranges of each tile.
     op: LocalOp
     #: The layouts of results, by the number of the result and the shape of the result of a tile.
     layouts: dict[tuple[int, Ints], ResultLayout] = field(default_factory=dict)
@@ -202,7 +196,6 @@ class _Plan:
         return call.on([zeros_after(x, _with_elements(x, tile, dims)) for x, tile, dims in inputs])
 
     def layout(self, tensor: ShardedTensor, output: int, result: Tensor) -> ResultLayout:
-        """The layout of a result, from the result for one tile."""
         known = self.layouts.get((output, result.shape))
         if known is not None:
             return known
@@ -265,7 +258,6 @@ def _planned(call: _Call, unknown: str) -> _Plan:
 
 
 def _local_call(call: _Call) -> LocalCall | None:
-    """The factor map of a call, by the operator's rule; None if the rule gives none."""
     name = canonical_name(call.func)[0]
     ruled, arguments = _RULED_AS.get(name, (name, None))
     rule = entry_of(ruled).rule
@@ -323,7 +315,6 @@ def by_tile(func: Callable[..., Any], unknown: str, keeps_shape: bool = False) -
 
 
 def _collected(results: Sequence[Any], sharded: Callable[[Sequence[Tensor], int], Tensor]) -> Any:
-    """The results of a call, from those for all tiles."""
     if isinstance(results[0], Tensor):
         return sharded(results, 0)
     if not isinstance(results[0], list | tuple):
@@ -338,7 +329,6 @@ def _sharded(
     results: Sequence[Tensor],
     output: int,
 ) -> ShardedTensor:
-    """The sharded tensor of the results for all tiles."""
     for operand, own in zip(call.operands, tiles, strict=True):
         if results[0] is own[0] and all(map(is_, results, own)):
             return settle(operand)
@@ -365,8 +355,6 @@ def _where(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 
 
 def _reorders(func: Callable[..., Any]) -> Handler:
-    """The handler of a property that reorders dims."""
-
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
         tensor = sharded_argument(func, args, kwargs)
         # Extents 0, 1, 2, … show where each dim goes.

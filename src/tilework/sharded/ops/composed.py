@@ -118,12 +118,10 @@ def _each(operator: Callable[..., Any]) -> Handler:
 
 
 def _item(value: Any, i: int) -> Any:
-    """The item of a list; a single value is the same for all."""
     return value[i] if isinstance(value, list | tuple) else value
 
 
 def _operator(name: str) -> Callable[..., Any] | None:
-    """The operator on one tensor; None if torch has no method of this name."""
     method: Any = getattr(Tensor, name, None)
     if name.startswith("addc"):  # the factor is positional in the form for lists
         return lambda x, a, b, value=1: method(x, a, b, value=value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,7 +78,6 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
 
 
 def _elements_moved(rows: Sequence[int], tiles: Sequence[Sequence[Box]]) -> int:
-    """The number of elements that go from rank to rank if inputs and results move."""
     total = 0
     for own, boxes in zip(rows, tiles, strict=True):
         per_row = sum(columns for _, columns in _columns(boxes)) + sum(b.sizes[0] for b in boxes)
@@ -92,11 +91,7 @@ def _columns(boxes: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _multiply_at_weight(
-    x: Tensor,
-    weight: ShardedTensor,
-    rows: list[int],
-    tiles: list[list[Box]],
-    group: ProcessGroup,
+    x: Tensor, weight: ShardedTensor, rows: list[int], tiles: list[list[Box]], group: ProcessGroup
 ) -> Tensor:
     own, mine = working_tiles(weight), rows[group.rank()]
     columns = _columns([box for box, _ in own])
@@ -126,7 +121,6 @@ def _columns_of(x: Tensor, columns: Sequence[tuple[int, int]]) -> Tensor:
 def _by_columns(
     received: Sequence[Tensor], rows: Sequence[int], columns: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
-    """The rows of all ranks, for each run of columns."""
     by_rank = [
         part.split_with_sizes([count * n for _, n in columns])
         for part, count in zip(received, rows, strict=True)
@@ -138,7 +132,6 @@ def _by_columns(
 
 
 def _sum_products(products: Sequence[tuple[Box, Tensor]], x: Tensor, width: int) -> Tensor:
-    """The sum, at each place, of all tiles' products there, in the tiling's order."""
     if not products:
         return x.sum(1, keepdim=True).expand(len(x), width) * 0
     edges = sorted({edge for box, _ in products for edge in (box.offsets[0], box.ends[0])})
@@ -168,11 +161,6 @@ def _is_matrix(value: Any) -> bool:
     return isinstance(value, ShardedTensor) and value.dim() == 2
 
 
-def _transposed(weight: Any) -> ShardedTensor:
-    transposed: ShardedTensor = weight.t()
-    return transposed
-
-
 def _matmul(func: Callable[..., Any], swapped: bool = False) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
         names = ("input", "other"), ("self", "mat2"), ("input", "vec")
@@ -181,7 +169,7 @@ def _matmul(func: Callable[..., Any], swapped: bool = False) -> Handler:
             raise unsupported(func, args, kwargs, _HINT)
         a, b = reversed(operands) if swapped else operands
         if _is_matrix(b) and not isinstance(a, ShardedTensor):
-            return linear(a, _transposed(b), None, "matmul")
+            return linear(a, cast(ShardedTensor, b.t()), None, "matmul")
         if _is_matrix(a) and not isinstance(b, ShardedTensor) and b.dim() in (1, 2):
             return linear(b.t(), a, None, "matmul").t()
         raise unsupported(func, args, kwargs, _HINT)

@@ -52,8 +52,6 @@ def gather_from_tiles(tensor: ShardedTensor, compute: Callable[[Tensor], Tensor]
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gathers all rows to all ranks, in the order of ``owners``."""
-
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: ProcessGroup, owners: list[int]) -> Tensor:
         counts = dict.fromkeys(group.global_ranks, 0)
@@ -185,7 +183,6 @@ def _arg(tensor: ShardedTensor, name: str) -> Tensor:
 
 
 def _place(index: Tensor, box: Box | None, shape: torch.Size) -> Tensor:
-    """The place in the full tensor, from the place in a tile."""
     if box is None or not shape:
         return index
     within = torch.unravel_index(index, box.sizes)

@@ -7,7 +7,7 @@ no ranges, therefore boxes are evaluated here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,10 +94,6 @@ def _meta(shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), device="meta")
 
 
-def _with_new_dim(tensor: Tensor, dim: int) -> Any:
-    return tensor.unsqueeze(dim)
-
-
 def _splits(func: Callable[..., Any]) -> Handler:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = sharded_argument(func, args, kwargs)
@@ -138,10 +134,6 @@ def _unbind(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     return tuple(select(tensor, dim, i) for i in range(tensor.shape[dim]))
 
 
-def _iter(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    return iter(_unbind(types, args, kwargs, process_group))
-
-
 def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = sharded_argument(torch.squeeze, args, kwargs)
     dim = options_of(("dim",), args, kwargs).get("dim")
@@ -173,7 +165,7 @@ def _index(tensor: ShardedTensor, key: Any) -> ShardedTensor | None:
     tensor, dim = alias(tensor), 0
     for k in keys:
         if k is None:
-            tensor = _with_new_dim(tensor, dim)
+            tensor = cast(ShardedTensor, tensor.unsqueeze(dim))
         elif isinstance(k, int):
             tensor = select(tensor, dim, k % tensor.shape[dim])
             continue
@@ -225,5 +217,5 @@ TABLE: dict[Callable[..., Any], Handler] = {
     **{f: handler for name, handler in _DIM_BY_DIM.items() for f in _both(name)},
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
-    Tensor.__iter__: _iter,
+    Tensor.__iter__: lambda *call: iter(_unbind(*call)),
 }

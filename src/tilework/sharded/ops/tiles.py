@@ -22,13 +22,7 @@ from tilework.sharded.base import graph_tiles as graph_tiles
 from tilework.sharded.base import keep_stand_in as keep_stand_in
 from tilework.sharded.base import with_properties, wrap_results
 from tilework.sharded.checks import unsupported
-from tilework.sharded.metadata import (
-    Items,
-    Shard,
-    ShardedTensorMetadata,
-    ShardMap,
-    ShardMetadata,
-)
+from tilework.sharded.metadata import Items, Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
 from tilework.sharded.specs import (
     EnumerableShardingSpec,
     ShardingSpec,
