@@ -104,7 +104,6 @@ def test_an_error_of_any_class_on_one_rank_leaves_none_waiting(
 
     monkeypatch.setattr(reading.PartReader, "read_some_chunks", breaking(read))
     monkeypatch.setattr(reading.PartReader, "_file", breaking(get_file))
-    monkeypatch.setattr(reading.PartReader, "check_size", lambda *arguments: None)
     monkeypatch.setattr(reading.PartReader, "check_sizes", lambda *arguments: None)
 
     def program(rank: int) -> None:

@@ -85,11 +85,7 @@ _DEFAULT = SaveOptions()
 
 @saving_names
 def save(
-    state: Any,
-    path: AnyPath | Storage,
-    options: SaveOptions = _DEFAULT,
-    *,
-    group: AnyGroup = None,
+    state: Any, path: AnyPath | Storage, options: SaveOptions = _DEFAULT, *, group: AnyGroup = None
 ) -> None:
     """Write a checkpoint: whole, or not at all. Collective over the group; blocks.
 
@@ -130,18 +126,14 @@ def save(
         pretence.saved_bytes += prepared.nbytes
         prepared.release()
         return
-    told = _progress(f"saving {path}", prepared.nbytes, ranks, "the disk")
+    told = ranks.progress(f"saving {path}", prepared.nbytes, "the disk")
     with span("save a checkpoint"), told as progress:
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
 
 
 @saving_names
 def async_save(
-    state: Any,
-    path: AnyPath | Storage,
-    options: SaveOptions = _DEFAULT,
-    *,
-    group: AnyGroup = None,
+    state: Any, path: AnyPath | Storage, options: SaveOptions = _DEFAULT, *, group: AnyGroup = None
 ) -> PendingSave:
     """Write a checkpoint while the program continues. Collective; blocks for one copy in memory.
 
@@ -160,15 +152,7 @@ def async_save(
             for :func:`save`, for reasons that are found before anything is written.
         TypeError: As for :func:`save`.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
-        >>> pending = checkpoint.async_save(state, folder)
-        >>> _ = state["weight"].zero_()
-        >>> pending.wait()
-        >>> checkpoint.read(folder)
-        {'weight': tensor([1., 1.])}
+    Example: see docs/how-to/checkpoints.md.
     """
     return start(storage_at(path), state, Ranks(group).own(), options)
 
@@ -214,20 +198,11 @@ def load(
         CheckpointError: On all ranks; the error names the file, the tensor and the rank. Nothing
             was filled, unless elements are damaged: then tensors hold the elements read so far.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder = tempfile.mkdtemp()
-        >>> checkpoint.save({"weight": torch.ones(2), "step": 3}, folder)
-        >>> state = {"weight": torch.zeros(2), "step": 0}
-        >>> print(checkpoint.load(folder, into=state))
-        loaded 1 tensors, 8 bytes read here
-        >>> state
-        {'weight': tensor([1., 1.]), 'step': 3}
+    Example: see docs/how-to/checkpoints.md.
     """
     ranks = Ranks(group)
     options = LoadOptions(_patterns(names), map_names, strict, verify)
-    with span("load a checkpoint"), _progress(f"loading {path}", 0, ranks) as progress:
+    with span("load a checkpoint"), ranks.progress(f"loading {path}", 0) as progress:
         return load_into(storage_at(path), into, ranks, options, progress)
 
 
@@ -247,13 +222,7 @@ def read(path: AnyPath | Storage, names: Names = None, *, verify: bool = True) -
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged; or a pattern matches nothing.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder = tempfile.mkdtemp()
-        >>> checkpoint.save({"model": torch.nn.Linear(1, 1, bias=False), "step": 3}, folder)
-        >>> list(checkpoint.read(folder, "model.*")["model"])
-        ['weight']
+    Example: see docs/how-to/checkpoints.md.
     """
     with Progress(f"reading {path}", is_shown=None if Ranks().is_first else False) as progress:
         return read_all(storage_at(path), _patterns(names), verify, progress)
@@ -266,13 +235,7 @@ def index_of(path: AnyPath | Storage) -> Index:
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder = tempfile.mkdtemp()
-        >>> checkpoint.save({"weight": torch.ones(2)}, folder)
-        >>> checkpoint.index_of(folder).tensors["weight"].shape
-        (2,)
+    Example: ``index_of(folder).tensors["weight"].shape``.
     """
     return read_index(storage_at(path))
 
@@ -281,10 +244,3 @@ def _patterns(names: Names) -> tuple[str, ...] | None:
     if names is None:
         return None
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _progress(what: str, total: int, ranks: Ranks, afterwards: str = "") -> Progress:
-    """A progress bar on the first rank only, of that rank's bytes: all ranks have about as many."""
-    others = "other ranks" if len(ranks.all) > 1 else ""
-    awaited = " and ".join(filter(None, (afterwards, others)))
-    return Progress(what, total, None if ranks.is_first else False, awaited)

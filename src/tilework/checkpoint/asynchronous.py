@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -37,11 +37,7 @@ _SHOWN_SECONDS = 0.2
 
 
 class PendingSave:
-    """A save in the background. Made by :func:`~tilework.checkpoint.async_save`.
-
-    Attributes:
-        path: The path of the checkpoint.
-    """
+    """A save in the background. Made by :func:`~tilework.checkpoint.async_save`."""
 
     def __init__(self, path: str, total: int = 0, is_first: bool = True) -> None:
         self.path = path
@@ -105,7 +101,6 @@ class _Background:
     """The last background save of this rank, and the memory of the copy, for reuse."""
 
     last: PendingSave | None = None
-    #: The memory of the last copy, for the next one.
     copy: Tensor | None = None
     #: True while :meth:`finish` is registered to be called as this rank ends.
     is_closed_with_rank: bool = False
@@ -116,7 +111,6 @@ class _Background:
             before_end(self.finish)
 
     def finish(self) -> None:
-        """Wait for the last save, and print the error that ``wait()`` has not raised, if any."""
         self.is_closed_with_rank = False
         last, self.last, self.copy = self.last, None, None
         if last is None:
@@ -126,24 +120,16 @@ class _Background:
             print(f"the save to {last.path} has failed: {last._error}", file=sys.stderr)
 
 
-def wait_for_pending() -> str | None:
-    """Wait for this rank's running save; the text of an error that no call has raised yet."""
+def raise_pending() -> None:
+    """Wait for this rank's running save; raise an error that no call has raised yet. Local."""
     background = current_world().states.get(_Background)
     last = None if background is None else background.last
     if background is None or last is None:
-        return None
+        return
     last._has_ended(None)
     background.last = None
-    if last._error is None or last._is_seen:
-        return None
-    return f"the save to {last.path} before this one has failed: {last._error}"
-
-
-def raise_pending() -> None:
-    """Wait for this rank's running save; raise an error that no call has raised yet. Local."""
-    failure = wait_for_pending()
-    if failure is not None:
-        raise CheckpointError(failure)
+    if last._error is not None and not last._is_seen:
+        raise CheckpointError(f"the save to {last.path} before this one has failed: {last._error}")
 
 
 def finish_pending(ranks: Ranks) -> None:
@@ -163,8 +149,15 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
         copies = _copied(save, background)
 
         def run() -> None:
-            if begins.result():
-                pending._end(_error_of(lambda: _write(save, copies, ranks, pending)))
+            if not begins.result():
+                return
+            failure: BaseException | None = None
+            try:
+                with span("save a checkpoint"):
+                    write_and_commit(save, copies.elements_of, ranks, pending._count)
+            except BaseException as error:
+                failure = error
+            pending._end(failure)
 
         # Not a daemon: the interpreter waits for it before it ends.
         context = copy_context()
@@ -183,19 +176,6 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
     return pending
 
 
-def _write(save: Save, copies: _Copies, ranks: Ranks, pending: PendingSave) -> None:
-    with span("save a checkpoint"):
-        write_and_commit(save, copies.elements_of, ranks, pending._count)
-
-
-def _error_of(work: Callable[[], None]) -> BaseException | None:
-    try:
-        work()
-    except BaseException as error:
-        return error
-    return None
-
-
 @dataclass(frozen=True)
 class _Copies:
     """Copies of boxes in one memory, each from the byte in ``starts`` on."""
@@ -204,7 +184,6 @@ class _Copies:
     starts: Mapping[PlacedBox, int]
 
     def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
-        """The bytes of a box in order, in pieces of at most a chunk."""
         start = self.starts[placed]
         for at in range(start, start + placed.nbytes, CHUNK_BYTES):
             yield self.memory[at : min(at + CHUNK_BYTES, start + placed.nbytes)]

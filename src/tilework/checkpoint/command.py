@@ -35,7 +35,6 @@ _EXAMPLES = {
 def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """Add a command whose help ends with examples; return the command's parser."""
     examples = "\n".join(f"  tilework checkpoint {name} {each}" for each in _EXAMPLES[name])
     formatter = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, help=summary, epilog=examples, formatter_class=formatter)
@@ -80,9 +79,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run ``tilework checkpoint``; return the exit status. Wrong arguments raise SystemExit(2)."""
     parser = argparse.ArgumentParser(
-        "tilework checkpoint",
-        epilog=_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "tilework checkpoint", epilog=_NOTES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_commands(parser)
     return run_command(parser.parse_args(arguments))

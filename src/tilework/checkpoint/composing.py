@@ -25,15 +25,8 @@ class PieceOf:
     """A piece of a tensor that is cut into equal pieces, as a value of ``map_names``.
 
     Args:
-        name: The checkpoint's tensor.
         number: The number of the piece, from 0.
-        count: The number of pieces.
         dim: The dim along which the tensor is cut.
-
-    Example:
-        >>> from tilework.checkpoint import PieceOf
-        >>> PieceOf("attention.qkv.weight", 1, 3)
-        PieceOf(name='attention.qkv.weight', number=1, count=3, dim=0)
     """
 
     name: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -50,8 +50,6 @@ class MergedState:
     """The state of all ranks.
 
     Args:
-        flat: The state with names in the place of tensors.
-        tensors: The tensors to save.
         sources: For each tensor, the path in the ranks' states, and the ranks that have it there.
         aliases: From further names of tensors to the names under which they are saved.
     """
@@ -62,18 +60,15 @@ class MergedState:
     aliases: dict[str, str]
 
 
-def has_partial(flat: FlatState) -> bool:
-    """True if this rank's state has tensors whose values are not reduced yet."""
-    return any(
-        isinstance(leaf, DTensor) and bool(layout_of(leaf).partial_axes)
-        for leaf in flat.leaves.values()
-    )
+def is_partial(leaf: Any) -> TypeGuard[DTensor]:
+    """True for a tensor whose values are not reduced yet."""
+    return isinstance(leaf, DTensor) and bool(layout_of(leaf).partial_axes)
 
 
 def settle(flat: FlatState) -> None:
     """Replace partial tensors in ``flat`` by their sums or other results. Collective."""
     for path, leaf in flat.leaves.items():
-        if isinstance(leaf, DTensor) and layout_of(leaf).partial_axes:
+        if is_partial(leaf):
             placements = [Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
             with torch.no_grad():
                 detached = cast(DTensor, leaf.detach())
@@ -243,7 +238,6 @@ class _Merger:
     def leaf(
         self, path: Path, facts: Facts, owners: tuple[int, ...], suffix: str
     ) -> FlatValue | NamedTensor:
-        """The leaf of the merged state for some ranks that describe a leaf equally."""
         if facts[0] == "value":
             return FlatValue(facts[1])
         name = unique_name(f"{dotted(path)}{suffix}", self._names)

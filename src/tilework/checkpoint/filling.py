@@ -47,40 +47,32 @@ class Target:
     where: str
 
 
-def _refuse_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finish:
-    raise TypeError("optimizers are filled by filling_optimizers")
-
-
-def _nothing(names: Iterable[str]) -> None:
-    """Check nothing."""
-
-
 @dataclass
 class Filling:
     """The filling of a state from a checkpoint, on one rank."""
 
     index: Index
     saved: FlatState
-    rank: int = 0
-    names: NamePatterns = field(default_factory=lambda: NamePatterns(None))
-    map_names: MapNames = None
+    rank: int
+    names: NamePatterns
+    map_names: MapNames
+    places: Places
+    #: Looks up an optimizer, as :meth:`visit` does for other values.
+    visit_optimizer: Callable[[Filling, Optimizer, Path], Finish]
+    #: Raises unless these files are as long as the index says, before memory is allocated.
+    check_files: Callable[[Iterable[str]], None]
     #: The tensors to fill, which :meth:`visit` lists; tied tensors once.
     targets: list[Target] = field(default_factory=list)
-    #: Names of the state that the checkpoint lacks.
     missing: list[str] = field(default_factory=list)
     #: Names of the checkpoint that have values for other ranks only.
     other_ranks: list[str] = field(default_factory=list)
     #: Paths of the checkpoint that the state asks for. A load reports all other leaves as unused.
     used: set[Path] = field(default_factory=set)
-    visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
-    check_files: Callable[[Iterable[str]], None] = _nothing
-    places: Places = field(default_factory=dict)
     #: The names of filled tensors; tied tensors with all their names.
     filled: list[str] = field(default_factory=list)
     _memory: dict[object, Tensor] = field(default_factory=dict)
     #: By name, tensors composed of others.
     made: dict[str, SavedTensor] = field(default_factory=dict)
-    #: The compositions, as plain data.
     composed: list[tuple[Any, ...]] = field(default_factory=list)
     _paths: dict[str, Path] = field(init=False)
 
@@ -91,11 +83,9 @@ class Filling:
     # -- looking up --------------------------------------------------------------------------
 
     def is_asked(self, name: str) -> bool:
-        """True if a name of the state should be filled."""
         return self.names.match(name)
 
     def mapped(self, name: str) -> str:
-        """The checkpoint's name for a name of the state."""
         mapped = mapped_name(name, self.map_names)
         return mapped if isinstance(mapped, str) else self.compose(mapped)
 
@@ -127,13 +117,11 @@ class Filling:
 
     @property
     def unused(self) -> list[str]:
-        """Names of the checkpoint that this rank has not asked for."""
         names = (dotted(path) for path in self.saved.leaves if path not in self.used)
         return [name for name in names if name not in self.made]
 
     @property
     def tensors(self) -> dict[str, SavedTensor]:
-        """The checkpoint's tensors, and tensors composed of them."""
         return {**self.index.tensors, **self.made}
 
     def find(self, path: Path) -> Path | None:
@@ -156,11 +144,9 @@ class Filling:
         return leaf
 
     def tensor_named(self, leaf: NamedTensor) -> SavedTensor:
-        """The tensor that a leaf names."""
         return self.made.get(leaf.name) or self.index.tensors[leaf.name]
 
     def paths_under(self, root: Path) -> list[Path]:
-        """The paths of leaves below a path of the checkpoint."""
         if self._inside is None:
             self._inside = {}
             for path in self.saved.leaves:
@@ -226,7 +212,6 @@ class Filling:
         return lambda: value
 
     def fill(self, tensor: Tensor, saved: SavedTensor, where: str) -> None:
-        """Add a tensor to those that are filled later."""
         tensor = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else awaited(tensor)
         problem = unfillable(tensor)
         if problem:
@@ -242,7 +227,6 @@ class Filling:
         self.filled.append(where)
 
     def _is_filled(self, tensor: Tensor, saved: SavedTensor) -> bool:
-        """True if this memory is already a target of the same saved tensor, as of tied weights."""
         tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
         memory = tuple((tile.data_ptr(), tile.shape, tile.stride(), tile.dtype) for tile in tiles)
         known = self._memory.setdefault((saved.parts, memory), tensor)

@@ -61,7 +61,9 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
                 kept.append(number)
             elif state.leaves:
                 states[number] = state
-    _note_rest(filling, root)
+    for rest in filling.paths_under(root):
+        if rest[len(root)] not in ("state", "param_groups"):
+            filling.used.add(rest)  # the optimizer remakes other entries
     options = [_options(group, saved_groups, saved_name) for group in groups]
     return lambda: _give(optimizer, groups, states, options, kept)
 
@@ -119,7 +121,6 @@ class _Candidates:
         self._starts = [dotted((*each, "state")) + "." for each in (path, root) if each is not None]
 
     def matching(self, listed: Named) -> dict[Any, Any]:
-        """From each parameter's name to the name in the checkpoint; ambiguous ones are left out."""
         found, possible = {}, {}
         places = [self._filling.places.get(id(parameter), ()) for _, parameter in listed]
         saved_places = {
@@ -158,7 +159,6 @@ class _Candidates:
         return None
 
     def _of_place(self, place: Place, saved: Path | None) -> dict[Any, None]:
-        """The names that a checkpoint may have for the parameter at a place of the state."""
         path, own = place
         if saved is not None:
             path, own = saved[:-1], str(saved[-1])
@@ -174,7 +174,6 @@ def _is_here(optimizer: Optimizer, parameter: Tensor) -> bool:
 
 
 def _state_of(filling: Filling, root: Path, parameter: Tensor) -> FlatState:
-    """The state of one parameter, with new tensors that are listed to be filled."""
     state = FlatState(
         containers={
             path[len(root) :]: kind for path, kind in _containers_under(filling, root).items()
@@ -220,13 +219,6 @@ def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
-def _note_rest(filling: Filling, root: Path) -> None:
-    """Mark entries except ``state`` and ``param_groups`` as used: the optimizer remakes them."""
-    for path in filling.paths_under(root):
-        if path[len(root)] not in ("state", "param_groups"):
-            filling.used.add(path)
-
-
 def _options(
     group: Named, saved_groups: list[dict[str, Any]], saved_name: Mapping[Any, Any]
 ) -> dict[str, Any]:
@@ -248,7 +240,7 @@ def _give(
     filled = {number: rebuild(state) for number, state in states.items()}
     listed = [pair for group in groups for pair in group]
     own_states = _states_here(optimizer, [listed[number][1] for number in kept])
-    _load(optimizer, groups, filled, options)
+    load_states(optimizer, groups, filled, options)
     if own_states:
         _holder(optimizer).state.update(own_states)
     return optimizer
@@ -260,14 +252,13 @@ def _holder(optimizer: Any) -> Any:
 
 
 def _states_here(optimizer: Optimizer, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
-    """The states that this rank has of some parameters, or of the local shards."""
     holder = _holder(optimizer)
     is_sharded = isinstance(optimizer, ShardedOptimizer)
     tensors = [t for p in parameters for t in (local_tensors(p) if is_sharded else [p])]
     return {t: holder.state[t] for t in tensors if holder is not None and t in holder.state}
 
 
-def _load(
+def load_states(
     optimizer: Optimizer,
     groups: list[Named],
     filled: Mapping[int, dict[str, Any]],

@@ -35,7 +35,6 @@ class PerRank:
     variants: tuple[tuple[tuple[int, ...], FlatValue | NamedTensor], ...]
 
     def of(self, rank: int) -> FlatValue | NamedTensor | None:
-        """The value of one rank; None if the rank had none."""
         return next((leaf for ranks, leaf in self.variants if rank in ranks), None)
 
 
@@ -135,7 +134,9 @@ def _walk(
         pairs = list(enumerate(listed["v"]))
         if kind == "set" and not all(_can_be_in_set(value) for _, value in pairs):
             raise ValueError("a set has lists or dicts in it")
-        if kind == "numpy" and (len(pairs) != 1 or not _may_be_array(pairs[0][1])):
+        held = pairs[0][1] if len(pairs) == 1 else None
+        is_array = isinstance(held, dict) and held.get(KIND) in ("tensor", "per_rank")
+        if kind == "numpy" and not is_array:
             raise ValueError("an array of numpy's is not one tensor")
     else:
         yield path, "leaf", _leaf_of(listed, check)
@@ -150,10 +151,6 @@ def _key_of(listed: Any) -> Any:
     if not isinstance(key, str | int | float | bool | None):
         raise ValueError(f"{key!r:.60} is not a key of a dict")
     return key
-
-
-def _may_be_array(listed: Any) -> bool:
-    return isinstance(listed, dict) and listed.get(KIND) in ("tensor", "per_rank")
 
 
 def _can_be_in_set(listed: Any) -> bool:

@@ -152,7 +152,6 @@ def _as_array(value: Any) -> Any:
 
 
 def _as_set(values: list[Any], is_in_set: bool) -> Any:
-    """A set of the values, frozen if it lies in a set."""
     try:
         return frozenset(values) if is_in_set else set(values)
     except TypeError:

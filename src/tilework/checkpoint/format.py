@@ -64,9 +64,6 @@ class SavedTensor:
     """A tensor of a checkpoint.
 
     Args:
-        name: The name, unique in the checkpoint.
-        dtype: The index's name of the dtype.
-        parts: Parts that cover the shape, each element once.
         layout: The sharding at the time of saving, for people; empty without sharding.
     """
 
@@ -78,12 +75,10 @@ class SavedTensor:
 
     @property
     def itemsize(self) -> int:
-        """The number of bytes of an element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -148,7 +143,6 @@ def checksum(tensor: SavedTensor) -> str:
 
 
 def _pictures(tensors: Sequence[SavedTensor], most: int) -> Iterator[str | Styled | Picture]:
-    """At most ``most`` pictures of cuts into parts, shared by tensors of equal parts."""
     layouts: dict[tuple[object, ...], list[SavedTensor]] = {}
     for tensor in tensors:
         if len(tensor.parts) > 1 and tensor.shape:
@@ -179,7 +173,6 @@ def _writer(file: str) -> str:
 INDEX_NAME = "index.json"
 #: The name of the old index, as long as the new index may be torn.
 PREVIOUS_NAME = f"{INDEX_NAME}.previous"
-#: The names of formats for :func:`~tilework.checkpoint.convert`.
 FORMATS = ("tilework", "safetensors", "dcp", "torch")
 FORMAT_NAME = "tilework.checkpoint"
 VERSION = 1
@@ -197,9 +190,7 @@ class Index:
     """The description of a checkpoint's files.
 
     Args:
-        tensors: The tensors by name, in the order of the state.
         state: The JSON of the state, with names in the place of tensors; see ``state_json``.
-        world_size: The number of ranks that saved the checkpoint.
         chunk_bytes: The number of bytes that one checksum is of.
         meta: The program's additions: plain JSON.
         created: The time of creation, in UTC, in ISO 8601.

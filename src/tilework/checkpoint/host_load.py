@@ -43,8 +43,7 @@ class HostLoad:
 class WayOfReading(Protocol):
     """A way in which the ranks of a host read a part of a plan, all in the same order."""
 
-    def __call__(self, load: HostLoad) -> None:
-        """Read this way's part of the plan, and put the elements in place."""
+    def __call__(self, load: HostLoad) -> None: ...
 
 
 def read_own(load: HostLoad) -> None:
@@ -107,14 +106,11 @@ def read_split(load: HostLoad) -> None:
 
 
 class _SplitReading:
-    """The reading of split parts on this rank, together with the other ranks of the host."""
-
     def __init__(self, load: HostLoad, group: ProcessGroup) -> None:
         self._group, self._parts, self._wanted = group, load.plan.split, load.wanted
         self._reader, self._targets, self._here = load.reader, load.targets, load.rank
 
     def run(self) -> None:
-        """Read this rank's runs, and compare the combined checksums if they are verified."""
         ranks = self._group.size()
         shares = bytearray(4 * (ranks + sum(map(self._chunks, self._parts))))
         failure: Exception | None = None
@@ -184,9 +180,7 @@ _ALIGNMENT = 16
 class _Region:
     """Elements of a unit that a rank needs: the overlap of a block of the unit with a need."""
 
-    #: The piece of a shared part that a rank reads for the others.
     unit: ReadUnit
-    #: The region of the part that a rank needs.
     need: Need
     #: The first element of the block, counted from the first element of the unit.
     at: int
@@ -216,7 +210,6 @@ class _Exchange:
         self._buffers: dict[str, Tensor] = {}
 
     def run(self, units: Mapping[int, Sequence[ReadUnit]]) -> None:
-        """Run all rounds; ``units`` has the units that each rank reads."""
         for_all = {r: [u for u in own if is_for_all(u, self._host)] for r, own in units.items()}
         others = {r: [u for u in own if not is_for_all(u, self._host)] for r, own in units.items()}
         for units_of_round in self._rounds(for_all):
@@ -256,7 +249,6 @@ class _Exchange:
         return self._wanted[unit.tensor].saved.itemsize
 
     def _read(self, units: Sequence[ReadUnit], buffer: Tensor) -> Iterator[tuple[ReadUnit, Tensor]]:
-        """Read this rank's units into a buffer, and yield each with the unit's memory."""
         used = 0
         for unit in units:
             memory = buffer[used : used + self._nbytes(unit)]
@@ -286,14 +278,12 @@ class _Exchange:
             used = number * size
             for unit in units[rank]:
                 nbytes = self._nbytes(unit)
-                self._put_all(unit, everything[used : used + nbytes])
+                need, kind = unit.needs[0], DTYPES[self._wanted[unit.tensor].saved.dtype]
+                elements = everything[used : used + nbytes].view(kind)
+                target = self._target_of(unit.tensor, need)
+                copy_region(elements, unit.part, unit.start, need.box, target)
                 used += _aligned(nbytes)
                 self._progress(nbytes)
-
-    def _put_all(self, unit: ReadUnit, memory: Tensor) -> None:
-        need, tensor = unit.needs[0], self._wanted[unit.tensor].saved
-        target = self._target_of(unit.tensor, need)
-        copy_region(memory.view(DTYPES[tensor.dtype]), unit.part, unit.start, need.box, target)
 
     # -- units for some ranks -------------------------------------------------------------------
 

@@ -61,13 +61,12 @@ def index_text(index: Index) -> bytes:
         "tensors": {name: _tensor_json(tensor) for name, tensor in index.tensors.items()},
         "state": index.state,
     }
-    lines = [f"{json.dumps(key)}: {_dumps(value)}" for key, value in body.items()]
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
+        for key, value in body.items()
+    ]
     text = ("{\n" + ",\n".join(lines)).encode()
     return text + b',\n"crc32": %d\n}\n' % zlib.crc32(text)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
@@ -271,7 +270,6 @@ class _KnownBoxes:
         return known
 
     def check_cover(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-        """Raise unless boxes from :meth:`box` cover a shape, each element once."""
         key = shape, tuple(map(id, boxes))  # the boxes are kept
         if key not in self._covered:
             check_boxes(shape, boxes)

@@ -76,7 +76,6 @@ class LoadPlan:
     """The parts that one rank of a host reads.
 
     Args:
-        reads: Parts that the rank reads alone.
         split: Parts of which each rank reads the runs that it needs; together they read all.
         shared: Parts that the ranks of the host read once, for several ranks.
         units: By rank of the host, the pieces of shared parts that it reads for all, in order.
@@ -192,7 +191,6 @@ def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
 
 
 def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
-    """True if the needs make up the whole part, each in runs that are long enough."""
     return (
         len(needs) > 1
         and sum(need.box.volume for need in needs) == part.box.volume
@@ -201,7 +199,6 @@ def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
 
 
 def _run(part: Box, region: Box) -> int:
-    """The length, in elements, of the contiguous runs that make up a region of a part."""
     run = 1
     for size, length in zip(reversed(part.sizes), reversed(region.sizes), strict=True):
         run *= length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as with_first
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames
-from tilework.checkpoint.describing import tiles_of
+from tilework.checkpoint.describing import is_partial, tiles_of
 from tilework.checkpoint.filling import Filling, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
@@ -33,7 +33,7 @@ from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import open_index
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.reading import PartReader, Targets
+from tilework.checkpoint.reading import PartReader, Targets, read_region
 from tilework.checkpoint.stateful_objects import modules_of, places_of_parameters
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.tensor_bytes import DTYPES
@@ -87,7 +87,6 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
 
 
 def _check_fixed(module: nn.Module) -> None:
-    """Raise if a buffer on ``meta`` is not in the state dict, and the model cannot compute it."""
     if hasattr(module, "_init_weights"):
         return
     for path, inner in module.named_modules():
@@ -128,7 +127,8 @@ def read_all(
         saved = index.tensors[leaf.name]
         # Tied weights become one tensor again.
         if (key := saved.parts or leaf.name) not in tensors:
-            tensors[key] = read_tensor(reader, saved)
+            tensors[key] = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+            read_region(reader, saved, whole_box(saved.shape), tensors[key])
         return tensors[key]
 
     try:
@@ -149,14 +149,6 @@ def read_all(
     return rebuild(FlatState(leaves, containers)) if leaves else {}
 
 
-def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
-    """Read a full tensor into new memory on the CPU."""
-    tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-    for part in saved.parts:
-        reader.read_box(saved, part, part.box, tensor[part.box.slices])
-    return tensor
-
-
 @dataclass(frozen=True)
 class LoadOptions:
     """Settings of a load, as for :func:`~tilework.checkpoint.load`."""
@@ -172,13 +164,11 @@ class LoadReport:
     """The report of a load: the names that were filled on this rank, and those left out.
 
     Attributes:
-        state: The filled state, with the given containers and tensors.
         loaded: The names of the tensors that were filled.
         missing: Names of the state that the checkpoint lacks; their values are unchanged.
         unused: Names of the checkpoint that were not requested.
         other_ranks: Names that were saved for other ranks, but not for this rank.
         converted: Names of tensors that have another dtype in the checkpoint.
-        bytes_read: The bytes that this rank has read.
     """
 
     state: Any = None
@@ -234,9 +224,7 @@ _Seen = tuple[list[str], list[str], tuple[bool, list[_Asked], bool], list[tuple[
 class _Prepared:
     """A load for which all ranks have exchanged which tensors they need."""
 
-    #: Reads the files of the checkpoint.
     reader: PartReader
-    #: The tensors of this rank to fill, and the saved tensors for them.
     filling: Filling
     #: Ends the load on this rank once all tensors are filled; returns the state.
     finish: Callable[[], Any]
@@ -256,23 +244,24 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
         flat = saved_state(index, storage) if opened.flat is None else opened.flat
         reader = PartReader(opened.storage, index, options.verify and opened.has_sums)
         if patterns.takes_all:
-            check_files(reader, list(index.files)[ranks.number :: len(ranks.all)])
+            reader.check_sizes(list(index.files)[ranks.number :: len(ranks.all)], False)
         filling = Filling(
             index,
             flat,
             ranks.here,
             patterns,
             options.map_names,
-            visit_optimizer=visit_optimizer,
-            check_files=lambda names: check_files(reader, names),
-            places=places_of_parameters(state),
+            places_of_parameters(state),
+            visit_optimizer,
+            lambda names: reader.check_sizes(names, False),
         )
         for path, module in modules_of(state):
             give_memory(module, with_first(_has, filling, path))
         made.append(_Prepared(reader, filling, filling.visit(state, ())))
         if options.strict and filling.missing:
             raise CheckpointError(_missing_text(storage, filling))
-        answer = reader.shares_pages(), _asked(filling.targets), _has_partial(filling.targets)
+        some_partial = any(is_partial(target.tensor) for target in filling.targets)
+        answer = reader.shares_pages(), _asked(filling.targets), some_partial
         return list(index.files), patterns.idle(), answer, filling.composed
 
     try:
@@ -323,12 +312,6 @@ def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
     return states[0]
 
 
-def check_files(reader: PartReader, names: Iterable[str]) -> None:
-    """Raise a CheckpointError for the first of the files that lacks the length in the index."""
-    for name in names:
-        reader.check_size(name)
-
-
 def _missing_text(storage: Storage, filling: Filling) -> str:
     def listed(names: Sequence[str]) -> str:
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -352,13 +335,6 @@ def _asked(targets: Sequence[Target]) -> list[_Asked]:
     ]
 
 
-def _has_partial(targets: Sequence[Target]) -> bool:
-    return any(
-        isinstance(target.tensor, DTensor) and bool(layout_of(target.tensor).partial_axes)
-        for target in targets
-    )
-
-
 def _without_partial(
     prepared: _Prepared, ranks: Ranks
 ) -> tuple[_Answers, list[tuple[Target, DTensor]]]:
@@ -369,7 +345,7 @@ def _without_partial(
     targets, temporary = prepared.filling.targets, []
     for number, target in enumerate(targets):
         tensor = target.tensor
-        if isinstance(tensor, DTensor) and layout_of(tensor).partial_axes:
+        if is_partial(tensor):
             detached = cast(DTensor, tensor.detach())
             replicated = detached.redistribute(placements=layout_of(tensor).dual.placements)
             targets[number] = Target(target.saved, replicated, target.where)
@@ -385,12 +361,7 @@ def _become_partial(filled: Tensor, partial: DTensor) -> None:
         local_tensor_of(partial).detach().copy_(local_tensor_of(again))
 
 
-def _fill(
-    filling: Filling,
-    answers: _Answers,
-    ranks: Ranks,
-    reader: PartReader,
-) -> None:
+def _fill(filling: Filling, answers: _Answers, ranks: Ranks, reader: PartReader) -> None:
     wanted, mine = merge_wanted([asked for _, asked in answers], ranks, filling.tensors)
     host = ranks.same_host()
     # Only the answers of this host's ranks count.
@@ -477,7 +448,6 @@ class _ListedTiles:
 
 
 def _nbytes(targets: Sequence[Target]) -> int:
-    """The number of bytes that this rank's targets have in the checkpoint's dtypes."""
     total = 0
     for target in targets:
         tensor = target.tensor

@@ -38,20 +38,6 @@ class CheckpointManager:
 
     Raises:
         ValueError: ``keep`` or ``every`` is below 1.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework.checkpoint import CheckpointManager
-        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep=2, every=10, best="loss")
-        >>> state = {"weight": torch.zeros(2), "step": 0}
-        >>> for step, loss in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.8)):
-        ...     state["step"] = step
-        ...     if manager.should_save(step):
-        ...         manager.save(step, state, {"loss": loss})
-        >>> [kept.step for kept in manager.all()]
-        [10, 30, 40]
-        >>> manager.resume(into=state)
-        40
     """
 
     def __init__(
@@ -72,7 +58,6 @@ class CheckpointManager:
         self._storage = storage_at(folder)
         #: The last saved step, which may be lower than existing ones.
         self._last: int | None = None
-        #: The report of the last :meth:`resume`.
         self.report: LoadReport | None = None
 
     def should_save(self, step: int) -> bool:
@@ -138,17 +123,8 @@ class CheckpointManager:
         kept = self.all()
         return kept[-1].path if kept else None
 
-    def best_one(self) -> KeptCheckpoint | None:
-        """The complete checkpoint with the best metric; None if there is none. Local."""
-        return self._best_of(self.all())
-
     def resume(
-        self,
-        into: Any,
-        *,
-        names: Names = None,
-        map_names: MapNames = None,
-        strict: bool = True,
+        self, into: Any, *, names: Names = None, map_names: MapNames = None, strict: bool = True
     ) -> int | None:
         """Fill a state from the latest complete checkpoint, if there is one. Collective; blocks.
 
@@ -212,7 +188,6 @@ class CheckpointManager:
         ranks.gather(lambda: work() if ranks.is_first else None)
 
     def _clean(self) -> None:
-        """Remove checkpoints that should not be kept, and leftovers of unfinished saves."""
         kept = self.all()
         steps = {each.step for each in kept}
         for name in self._storage.names():
@@ -270,6 +245,5 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
 
 
 def _is_left(names: list[str]) -> bool:
-    """True if the files of a folder are only those of an unfinished save, without an index."""
     indices = {INDEX_NAME, PREVIOUS_NAME}
     return indices.isdisjoint(names) and all(is_ours(n) or n == LOCK_NAME for n in names)

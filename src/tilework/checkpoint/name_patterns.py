@@ -9,7 +9,6 @@ from typing import Final, NoReturn
 
 from tilework.errors import CheckpointError
 
-#: The number of names in the error if none is similar.
 _LISTED: Final = 5
 
 
@@ -25,11 +24,9 @@ class NamePatterns:
 
     @property
     def takes_all(self) -> bool:
-        """True if there are no patterns: every name is selected."""
         return self._patterns is None
 
     def match(self, name: str) -> bool:
-        """True if a name matches a pattern, or there are no patterns."""
         if self._patterns is None:
             return True
         self._seen.setdefault(name)
@@ -38,7 +35,6 @@ class NamePatterns:
         return bool(matching)
 
     def idle(self) -> list[str]:
-        """The patterns that no name given to :meth:`match` has matched so far."""
         return [pattern for pattern in self._patterns or () if pattern in self._idle]
 
     def check(self, names: Iterable[str] = ()) -> None:
@@ -49,7 +45,6 @@ class NamePatterns:
             self.refuse(idle[0])
 
     def refuse(self, pattern: str) -> NoReturn:
-        """Raise the CheckpointError that no name matches ``pattern``."""
         known = list(self._seen)
         close = get_close_matches(pattern, known, 3)
         if close:

@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-#: The time below which nothing is shown.
 _QUIET_SECONDS = 1.0
 #: The lengths of the bar, and of the numbers next to the bar.
 _BAR_LETTERS, _NUMBERS_LETTERS = 24, 40
@@ -35,7 +34,6 @@ class Progress:
         self._bar: Any = None
 
     def __call__(self, nbytes: int) -> None:
-        """Add ``nbytes`` to the bytes that are done."""
         self.done += nbytes
         if self.is_shown and time.monotonic() - self._begun >= _QUIET_SECONDS:
             self._draw()

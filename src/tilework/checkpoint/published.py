@@ -74,23 +74,24 @@ def with_first_match(name: str, converters: Sequence[Any]) -> tuple[str, str | N
     return name, None
 
 
-class _Conversion:
-    """Converts published tensors to the names and forms that a model has."""
+def conversion_mapping(module: nn.Module) -> Any:
+    """The module of transformers with a model's conversions, or None."""
+    if not (hasattr(module, "base_model_prefix") and hasattr(module, "config")):
+        return None
+    try:
+        return importlib.import_module("transformers.conversion_mapping")
+    except ImportError:  # before version 5 models have the published names
+        return None
 
+
+class _Conversion:
     def __init__(self, module: nn.Module) -> None:
-        self._transforms: Sequence[Any] = ()
-        self._module = module
-        self._own = dict.fromkeys(module.state_dict(), True)
+        mapping = conversion_mapping(module)
+        self._transforms = mapping.get_model_conversion_mapping(module) if mapping else ()
+        self._module, self._own = module, dict.fromkeys(module.state_dict(), True)
         self._prefix = getattr(module, "base_model_prefix", "") or ""
-        if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
-            try:
-                mapping = importlib.import_module("transformers.conversion_mapping")
-                self._transforms = mapping.get_model_conversion_mapping(module)
-            except ImportError:  # before version 5 models have the published names
-                self._transforms = ()
 
     def of(self, published: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """The published tensors in the model's names and forms; others under their own names."""
         renamings = [each for each in self._transforms if not hasattr(each, "operations")]
         converters = [each for each in self._transforms if hasattr(each, "operations")]
 
@@ -151,7 +152,6 @@ def converted(
 
 
 def _converted(name: str, sources: _Sources) -> Iterator[tuple[str, SavedTensor]]:
-    """Apply one converter to the tensors that it takes; yield the new names and tensors."""
     converter = sources.converter
     patterns = [p for p in converter.source_patterns if p in sources.by_pattern]
     made: list[list[SavedTensor]] = [sources.by_pattern[pattern] for pattern in patterns]

@@ -7,7 +7,6 @@ gathered anywhere, and the files are the same as from a single process.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,12 @@ from tilework.checkpoint.flat_state import PerRank, dotted
 from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.index_text import is_checkpoint
 from tilework.checkpoint.progress import Progress
-from tilework.checkpoint.published import converted, with_first_match, with_renamings
+from tilework.checkpoint.published import (
+    conversion_mapping,
+    converted,
+    with_first_match,
+    with_renamings,
+)
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.safetensors_index import (
     HF_FILE,
@@ -92,13 +96,7 @@ def save_pretrained(
         TypeError: ``model`` is not a module; or files cannot hold a tensor of this form.
         ValueError: The path is a URL.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder, layer = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
-        >>> checkpoint.save_pretrained(layer, folder, dtype=torch.bfloat16)
-        >>> checkpoint.load(folder, into=layer).loaded
-        ['weight', 'bias']
+    Example: see docs/how-to/hugging-face.md.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_pretrained takes a module, got {type(model).__name__}")
@@ -212,11 +210,8 @@ def _mapped_back(own: Mapping[str, SavedTensor], map_names: MapNames) -> dict[st
 
 def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
     """The model's tensors in published form: renamed, split and joined as transformers does."""
-    if not (hasattr(module, "base_model_prefix") and hasattr(module, "config")):
-        return own
-    try:
-        mapping: Any = importlib.import_module("transformers.conversion_mapping")
-    except ImportError:  # before version 5 models have the published names
+    mapping = conversion_mapping(module)
+    if mapping is None:
         return own
     steps = getattr(module, "_weight_conversions", None)
     if steps is None:
@@ -233,7 +228,6 @@ def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mappin
 
 
 def _texts(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
-    """The texts of the model's configuration files, by file name; empty without a config."""
     config: Any = copy.deepcopy(getattr(module, "config", None))
     if not hasattr(config, "to_json_string"):
         return {}
@@ -314,7 +308,6 @@ class _Folder:
             files.calls.rename(self.path_of(plan.name), self.storage.folder / plan.name)
 
     def remove_unfinished(self) -> None:
-        """Remove unfinished files of a save that did not end. Called on the first rank; local."""
         ours = (HF_FILE, HF_INDEX, _CONFIG, _GENERATION)
         for name in self.storage.names():
             finished = name.removesuffix(UNFINISHED)
@@ -337,9 +330,7 @@ def _write_all(
     try:
         begun = ranks.gather(lambda: folder.begin(mark) if ranks.is_first else "")
         folder.plan(begun[0])
-        others = "other ranks" if len(ranks.all) > 1 else ""
-        shown = None if ranks.is_first else False
-        with Progress(f"saving {folder.storage.location}", save.nbytes, shown, others) as told:
+        with ranks.progress(f"saving {folder.storage.location}", save.nbytes) as told:
             ranks.gather(lambda: _write(folder, save, published, told))
         ranks.gather(lambda: folder.commit(texts) if ranks.is_first else None)
     except CheckpointError:
@@ -402,7 +393,6 @@ def _write_region(
     elements: Callable[[Box], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write a region of a model's tensor into a file, in pieces."""
     dims = len(whole.box.sizes)
     for block in cut_box(region, dtype.itemsize, _PIECE_BYTES):
         tensor = elements(block).to("cpu", dtype).resolve_conj().resolve_neg().contiguous()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.system_errors import as_checkpoint_error
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
@@ -37,12 +38,10 @@ class Ranks:
 
     @property
     def here(self) -> int:
-        """This process's global rank."""
         return 0 if self.group is None else self.group.global_ranks[self.group.rank()]
 
     @property
     def number(self) -> int:
-        """This process's rank in the group."""
         return 0 if self.group is None else self.group.rank()
 
     @property
@@ -82,6 +81,12 @@ class Ranks:
                 return None, (str(told), told.file, told.tensor)
 
         return [outcome()] if self.group is None else agree(outcome, self.group)
+
+    def progress(self, what: str, total: int, afterwards: str = "") -> Progress:
+        """A bar on the first rank only, of that rank's bytes: all ranks have about as many."""
+        others = "other ranks" if len(self.all) > 1 else ""
+        awaited = " and ".join(filter(None, (afterwards, others)))
+        return Progress(what, total, None if self.is_first else False, awaited)
 
     def same_host(self) -> Ranks:
         """Those of the ranks that run on this host. Collective at the first call for a group."""
@@ -141,7 +146,6 @@ class _OwnGroups:
         return of_group(known)
 
     def drop_ended(self) -> None:
-        """Close the groups that were made for groups which no longer exist. Local."""
         registered = current_world().records
         ended = [group for group in self.own_groups if group not in registered]
         for group in ended:

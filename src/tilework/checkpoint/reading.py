@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -50,108 +49,69 @@ class CoreRead(NamedTuple):
     counted: int = 0
 
 
-@dataclass
+#: The core's arguments for a read, the read, and the bytes to report.
+_Listed = tuple[tuple[Any, ...], CoreRead, int]
+
+
 class CoreReads:
-    """A list of reads, which the core does at the latest in :meth:`run`.
+    """The reads of a PartReader that the core does, at the latest in :meth:`run`.
 
     A call of the core for many short reads is cheaper than a call for each: between two calls
     Python would run, whose memory has left the CPU's caches by then.
-
-    Args:
-        index: The index of the checkpoint.
-        descriptor: Opens a part's file, and returns the file descriptor.
-        where: Returns the full name of a file, for messages.
-        damaged: Makes the error for a chunk of a part, given the wrong checksum that was found, or
-            None if the file ends too early.
-        tell: Called with the number of bytes that were read, for progress.
     """
 
-    index: Index
-    descriptor: Callable[[Part], int]
-    where: Callable[[str], str]
-    damaged: Callable[[SavedTensor, Part, int, int | None], CheckpointError]
-    tell: Callable[[int], None]
-    #: The memory to which shares in checksums are added: uint32.
-    shares: memoryview = field(default_factory=lambda: memoryview(b""))
-
-    def __post_init__(self) -> None:
-        self._core = _core.FileReader()
-        self._checked: list[tuple[int, int, int, Runs, int, int, bytes, bytes]] = []
-        self._shared: list[tuple[int, int, int, Runs, int, int, int]] = []
-        #: The read of each, and the bytes to report.
-        self._of_checked: list[tuple[CoreRead, int]] = []
-        self._of_shared: list[tuple[CoreRead, int]] = []
+    def __init__(self, reader: PartReader) -> None:
+        self._reader, self._core = reader, _core.FileReader()
+        #: The memory to which shares in checksums are added: uint32.
+        self.shares = memoryview(b"")
+        self._checked: list[_Listed] = []
+        self._shared: list[_Listed] = []
         self._nbytes = 0
 
     def add_checked(self, read: CoreRead, checked: bytes) -> None:
-        """List a read that checks the chunks whose byte in ``checked`` is not 0."""
-        part, descriptor = read.part, self.descriptor(read.part)
-        sums = array("I", part.crc32).tobytes()
-        for at, stop in self._calls(read):
-            self._checked.append(
-                (descriptor, part.offset, part.nbytes, read.runs, at, stop, sums, checked)
-            )
-            self._note(self._of_checked, read, at, stop)
+        self._add(self._checked, read, array("I", read.part.crc32).tobytes(), checked)
 
     def add_shared(self, read: CoreRead, place: int) -> None:
         """List a read that adds shares in the part's checksums to ``shares``, from ``place`` on."""
-        part, descriptor = read.part, self.descriptor(read.part)
-        begin, end = read.reach
-        if end - begin <= CALL_BYTES:  # the usual case
-            self._shared.append(
-                (descriptor, part.offset, part.nbytes, read.runs, begin, end, place)
-            )
-            self._count(self._of_shared, read, read.counted)
-            return
-        for at, stop in self._calls(read):
-            self._shared.append((descriptor, part.offset, part.nbytes, read.runs, at, stop, place))
-            self._note(self._of_shared, read, at, stop)
+        self._add(self._shared, read, place)
+
+    def _add(self, listed: list[_Listed], read: CoreRead, *how: Any) -> None:
+        part, (begin, end) = read.part, read.reach
+        place = self._reader.descriptor(part), part.offset, part.nbytes, read.runs
+        chunk = self._reader.index.chunk_bytes
+        step = max(1, CALL_BYTES // chunk) * chunk
+        for at in range(begin, end, step):
+            stop = min(at + step, end)
+            nbytes = share_of(read.counted, read.reach, at, stop)
+            listed.append(((*place, at, stop, *how), read, nbytes))
+            self._nbytes += nbytes or stop - at
+            if self._nbytes >= CALL_BYTES:
+                self.run()
 
     def run(self) -> None:
         """Do the listed reads that are not done yet; after an error the others are not done."""
-        checked, of_checked = self._checked, self._of_checked
-        shared, of_shared = self._shared, self._of_shared
-        self._checked, self._of_checked, self._shared, self._of_shared = [], [], [], []
+        checked, shared = self._checked[:], self._shared[:]
+        self._checked.clear()
+        self._shared.clear()
         self._nbytes = 0
-        chunk = self.index.chunk_bytes
+        chunk = self._reader.index.chunk_bytes
         if checked:
-            self._finish(self._core.read(checked, chunk), of_checked)
+            self._finish(self._core.read([each[0] for each in checked], chunk), checked)
         if shared:
-            place, count = address_of(self.shares), len(self.shares)
-            self._finish(self._core.read_shares(shared, chunk, place, count), of_shared)
-
-    def _calls(self, read: CoreRead) -> list[tuple[int, int]]:
-        """The bytes to read, cut between chunks into a range for each call of the core."""
-        begin, end = read.reach
-        if end - begin <= CALL_BYTES:
-            return [read.reach]
-        chunk = self.index.chunk_bytes
-        step = max(1, CALL_BYTES // chunk) * chunk
-        return [(at, min(at + step, end)) for at in range(begin, end, step)]
-
-    def _note(self, notes: list[tuple[CoreRead, int]], read: CoreRead, at: int, stop: int) -> None:
-        nbytes = share_of(read.counted, read.reach, at, stop)
-        self._count(notes, read, nbytes, stop - at)
-
-    def _count(
-        self, notes: list[tuple[CoreRead, int]], read: CoreRead, nbytes: int, most: int = 0
-    ) -> None:
-        notes.append((read, nbytes))
-        self._nbytes += nbytes or most
-        if self._nbytes >= CALL_BYTES:
-            self.run()
+            sums = address_of(self.shares), len(self.shares)
+            self._finish(self._core.read_shares([each[0] for each in shared], chunk, *sums), shared)
 
     def _finish(
-        self, wrong: tuple[int, int, int | None, int] | None, notes: list[tuple[CoreRead, int]]
+        self, wrong: tuple[int, int, int | None, int] | None, listed: list[_Listed]
     ) -> None:
         if wrong is None:
-            self.tell(sum(nbytes for _, nbytes in notes))
+            self._reader.progress(sum(nbytes for *_, nbytes in listed))
             return
         number, chunk, found, error = wrong
-        read = notes[number][0]
+        read = listed[number][1]
         if error:
-            raise OSError(error, os.strerror(error), self.where(read.part.file))
-        raise self.damaged(read.tensor, read.part, chunk, found)
+            raise OSError(error, os.strerror(error), self._reader.storage.where(read.part.file))
+        raise self._reader.damaged(read.tensor, read.part, chunk, found)
 
 
 def share_of(counted: int, reach: tuple[int, int], at: int, stop: int) -> int:
@@ -205,7 +165,6 @@ class Targets:
         return self.view(number, need) if found is None else (found[0] + address, *found[1:])
 
     def _tile(self, number: int, tile: int) -> Tensor:
-        """This rank's memory for a tile of the wanted tensor ``number``."""
         known = self._tiles.get((number, tile))
         if known is None:
             tensor = self._tensors[number]
@@ -247,21 +206,15 @@ class PartReader:
         self._parts: tuple[str, BoxIndex] | None = None
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
         while self._open:
             self._open.popitem()[1].close()
 
-    def check_sizes(self, files: list[str]) -> None:
-        """Raise a CheckpointError unless these files are as long as the index says."""
+    def check_sizes(self, files: Iterable[str], keeps_open: bool = True) -> None:
         for name in files:
+            was_open = name in self._open
             self._file(name)
-
-    def check_size(self, name: str) -> None:
-        """As :meth:`check_sizes` for one file; a file that was closed is closed again. Local."""
-        was_open = name in self._open
-        self._file(name)
-        if not was_open:
-            self._open.pop(name).close()
+            if not (was_open or keeps_open):
+                self._open.pop(name).close()
 
     def _file(self, name: str) -> FileReader:
         file = self._open.get(name)
@@ -353,9 +306,7 @@ class PartReader:
     @property
     def _core_reads(self) -> CoreReads:
         if self._reads is None:
-            self._reads = CoreReads(
-                self.index, self._descriptor, self.storage.where, self.damaged, self._tell_bytes
-            )
+            self._reads = CoreReads(self)
         return self._reads
 
     def _read_by_core(self, read: CoreRead, checked: bytes, at_once: bool = False) -> None:
@@ -370,20 +321,12 @@ class PartReader:
             self._core_reads.run()
 
     def collect_shares(self, shares: memoryview) -> None:
-        """Make :meth:`read_split_box` add shares of checksums to these uint32 numbers."""
         self._core_reads.shares = shares
 
-    def _descriptor(self, part: Part) -> int:
+    def descriptor(self, part: Part) -> int:
         descriptor = self._file(part.file).descriptor
         assert descriptor is not None
         return descriptor
-
-    def _tell_bytes(self, nbytes: int) -> None:
-        self.progress(nbytes)
-
-    def _tell(self, counted: int, reach: tuple[int, int], at: int, stop: int) -> None:
-        """Report progress: the share of ``counted`` bytes for ``at`` to ``stop`` in a reach."""
-        self.progress(share_of(counted, reach, at, stop))
 
     def damaged(
         self, tensor: SavedTensor, part: Part, chunk: int, found: int | None
@@ -452,10 +395,9 @@ class PartReader:
             read = CoreRead(tensor, part, runs, (start, stop))
             self._shares_by_core(read, place, at_once=True)
             copy_region(memory.view(DTYPES[tensor.dtype]), part, start // itemsize, box, target)
-            self._tell(counted, reach, start, stop)
+            self.progress(share_of(counted, reach, start, stop))
 
     def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
-        """Read a box of a part, and check nothing. Local."""
         unchecked = bytes(chunk_count(part.nbytes, self.index.chunk_bytes))
         reach = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, unchecked, reach)
@@ -504,7 +446,7 @@ class PartReader:
             memory = self._bounced(stop - start)
             self.read_some_chunks(tensor, part, start, byte_view(memory), checked)
             copy_region(memory.view(DTYPES[tensor.dtype]), part, start // itemsize, box, target)
-            self._tell(box.volume * itemsize, reach, start, stop)
+            self.progress(share_of(box.volume * itemsize, reach, start, stop))
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Cut the bytes from ``start`` to ``stop`` of a part into ranges of whole chunks."""

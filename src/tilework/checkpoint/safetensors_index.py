@@ -22,7 +22,7 @@ from tilework.checkpoint.format import (
     stored,
 )
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, is_ours, number_list
-from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
+from tilework.checkpoint.save_planning import TensorToSave, packed_file
 from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url
 from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError
@@ -111,7 +111,6 @@ def _listed_files(storage: Storage) -> list[str]:
 
 
 def _check_complete(storage: Storage, names: list[str]) -> None:
-    """Raise CheckpointError if the names show that the folder's files are incomplete."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     unfinished = any(map(is_ours, names))
     if unfinished or any(len(shards) != int(match[1]) for match in shards):
@@ -209,18 +208,14 @@ def plan_published(
 
 def plan_file(name: str, tensors: Sequence[TensorToSave]) -> PlannedFile:
     """Plan one file for tensors, sorted by size of an element, so that all are aligned."""
-    entries: dict[str, dict[str, object]] = {}
-    begins: dict[str, int] = {}
-    at = 0
-    for tensor in sorted(tensors, key=lambda each: -each.itemsize):
+    ordered = sorted(tensors, key=lambda each: -each.itemsize)
+    for tensor in ordered:
         _check_name(tensor.name)
-        dtype, shape = stored(tensor.dtype, tensor.shape)
-        begins[tensor.name], end = at, at + tensor.nbytes
-        entries[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    header = safetensors_header(entries)
-    offsets = {each: len(header) + begin for each, begin in begins.items()}
-    return PlannedFile(name, header, offsets, len(header) + at)
+    header, offsets = packed_file(
+        (each.name, *stored(each.dtype, each.shape), each.nbytes) for each in ordered
+    )
+    begins = {each.name: begin for each, begin in zip(ordered, offsets, strict=False)}
+    return PlannedFile(name, header, begins, offsets[-1])
 
 
 def _check_name(name: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,12 +42,10 @@ class TensorToSave:
 
     @property
     def itemsize(self) -> int:
-        """The number of bytes of an element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -108,7 +106,6 @@ def _refuse_owner(
 def _quotas(
     tasks: Sequence[BoxToWrite], owners: Sequence[int], loads: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """The bytes of the tasks that each owner should take, given the bytes that ranks have."""
     left = sum(task.nbytes for task in tasks)
     ordered = sorted(owners, key=lambda rank: (loads[rank], rank))
     level = 0
@@ -121,9 +118,7 @@ def _quotas(
 
 
 def _dealt(
-    tasks: Sequence[BoxToWrite],
-    quotas: Sequence[tuple[int, int]],
-    tensors: Sequence[TensorToSave],
+    tasks: Sequence[BoxToWrite], quotas: Sequence[tuple[int, int]], tensors: Sequence[TensorToSave]
 ) -> Iterator[tuple[int, BoxToWrite]]:
     """Deal tasks out to ranks: one rank's quota is filled before the next rank's."""
     turn, room = 0, quotas[0][1]
@@ -238,23 +233,16 @@ def plan_files(
 def _file_plan(tensors: Sequence[TensorToSave], boxes: Sequence[BoxToWrite], name: str) -> FilePlan:
     # Long elements first, to align all without gaps, which the format forbids.
     ordered = sorted(boxes, key=lambda task: -_stored_itemsize(tensors[task.tensor]))
-    entries: dict[str, Mapping[str, object]] = {}
-    begin = 0
     keys = file_keys((tensors[t.tensor].name, tensors[t.tensor].shape, t.box) for t in ordered)
-    for key, task in zip(keys, ordered, strict=True):
-        dtype, sizes = stored(tensors[task.tensor].dtype, task.box.sizes)
-        entries[key] = {
-            "dtype": dtype,
-            "shape": list(sizes),
-            "data_offsets": [begin, begin + task.nbytes],
-        }
-        begin += task.nbytes
-    header = safetensors_header(entries)
-    placed, offset = [], len(header)
-    for task in ordered:
-        placed.append(PlacedBox(task.tensor, task.box, offset, task.nbytes))
-        offset += task.nbytes
-    return FilePlan(name, header, tuple(placed), offset)
+    header, offsets = packed_file(
+        (key, *stored(tensors[t.tensor].dtype, t.box.sizes), t.nbytes)
+        for key, t in zip(keys, ordered, strict=True)
+    )
+    placed = [
+        PlacedBox(task.tensor, task.box, offset, task.nbytes)
+        for task, offset in zip(ordered, offsets, strict=False)
+    ]
+    return FilePlan(name, header, tuple(placed), offsets[-1])
 
 
 def _stored_itemsize(tensor: TensorToSave) -> int:
@@ -262,8 +250,17 @@ def _stored_itemsize(tensor: TensorToSave) -> int:
     return tensor.itemsize // math.prod(sizes)
 
 
-def safetensors_header(entries: Mapping[str, Mapping[str, object]]) -> bytes:
-    """The bytes that a safetensors file begins with: a length, then JSON padded with spaces."""
-    text = json.dumps({RESERVED_KEY: {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+def packed_file(entries: Iterable[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
+    """The header of a safetensors file, for (key, dtype, shape, bytes) of each tensor in order, and
+    the position of each tensor; last, the file's end.
+    """
+    header: dict[str, object] = {RESERVED_KEY: {"format": "pt"}}
+    begins = [0]
+    for key, dtype, shape, nbytes in entries:
+        begin, end = begins[-1], begins[-1] + nbytes
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begins.append(end)
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    start = len(text).to_bytes(8, "little") + text
+    return start, [len(start) + begin for begin in begins]

@@ -18,7 +18,7 @@ from tilework.checkpoint.describing import (
     Description,
     MergedState,
     describe,
-    has_partial,
+    is_partial,
     local_view,
     merge,
     settle,
@@ -48,13 +48,11 @@ from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.checkpoint.tensor_bytes import byte_view, crc32, pieces_in_order
 from tilework.errors import CheckpointError
 
-#: The names of files of elements: a mark of the save, the rank, a number.
 #: The number and interval of retries of a writer whose path is taken.
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.01
 
 #: Yields the elements of a box in order, as contiguous tensors.
 Source = Callable[[PlacedBox], Iterator[Tensor]]
-#: Called with the number of written bytes.
 Progress = Callable[[int], None]
 
 
@@ -71,15 +69,6 @@ class SaveOptions:
 
     Raises:
         ValueError: ``file_bytes`` is below 1.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2)}
-        >>> options = checkpoint.SaveOptions(meta={"step": 3}, overwrite=False)
-        >>> checkpoint.save(state, folder, options)
-        >>> checkpoint.index_of(folder).meta
-        {'step': 3}
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -104,22 +93,16 @@ class Save:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of elements that this rank writes."""
         return sum(box.nbytes for plan in self.files for box in plan.boxes)
 
     def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
-        """The elements of a box in order, read from the tensors of the state."""
         path, _ = self.merged.sources[placed.tensor]
         view = local_view(self.leaves[path], placed.box, self.ranks.here)
         return pieces_in_order(view, CHUNK_BYTES)
 
 
 def prepare_save(
-    storage: Storage,
-    state: Any,
-    ranks: Ranks,
-    options: SaveOptions,
-    first: Callable[[], None],
+    storage: Storage, state: Any, ranks: Ranks, options: SaveOptions, first: Callable[[], None]
 ) -> Save:
     """Compare the ranks' states, plan the files, and lock the folder. Collective; blocks.
 
@@ -133,7 +116,8 @@ def prepare_save(
         first()
         flats.append(flatten(state, Containers(state)))
         # Partial tensors must be reduced first.
-        described = None if has_partial(flats[0]) else _as_plain(describe(flats[0], ranks.all))
+        some_partial = any(map(is_partial, flats[0].leaves.values()))
+        described = None if some_partial else _as_plain(describe(flats[0], ranks.all))
         if ranks.is_first:
             path.take()
         return described
@@ -175,7 +159,6 @@ class _Path:
         self.token = ""
 
     def take(self) -> None:
-        """Lock the folder, and choose the mark of this save in names of files. Local."""
         check_meta(self._options.meta)
         self.release = self._locked()
         storage = self._storage
@@ -218,31 +201,22 @@ def remove_leftovers(storage: Storage) -> list[str]:
 # -- writing ---------------------------------------------------------------------------------
 
 
-@dataclass
-class _WrittenFile:
-    """The facts about a written file that the index lists."""
-
-    #: The name of the file.
-    name: str
-    #: The length of the file.
-    nbytes: int
-    #: The CRC-32 of all bytes before the first element.
-    header_crc32: int
-    #: The checksums of each box, in the order of the file's plan.
-    checksums: list[array[int]]
+#: A written file: name, length, CRC-32 of all before the first element, and of each box's chunks.
+Report = tuple[str, int, int, list[bytes]]
 
 
 def write_files(
     storage: Storage, plans: Sequence[FilePlan], source: Source, progress: Progress
-) -> list[_WrittenFile]:
+) -> list[Report]:
     """Write some files, each whole or absent; ``source`` yields the tensors of a box. Local."""
     written = []
     for plan in plans:
         with storage.create(plan.name) as file:
             file.write(plan.header)
-            checksums = [_write_box(file.write, source(placed), progress) for placed in plan.boxes]
+            sums = [_write_box(file.write, source(placed), progress) for placed in plan.boxes]
             file.finish()
-        written.append(_WrittenFile(plan.name, plan.nbytes, zlib.crc32(plan.header), checksums))
+        checksums = [each.tobytes() for each in sums]
+        written.append((plan.name, plan.nbytes, zlib.crc32(plan.header), checksums))
     if written:
         storage.sync()
     return written
@@ -279,18 +253,15 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
 
         def write() -> list[Report]:
             _forget_replaced(save, ranks)
-            written = write_files(save.storage, save.files, source, progress)
-            return [
-                (f.name, f.nbytes, f.header_crc32, [s.tobytes() for s in f.checksums])
-                for f in written
-            ]
+            return write_files(save.storage, save.files, source, progress)
 
         reports = ranks.gather(write)
         committed: list[Index] = []
 
         def commit() -> None:
             if ranks.is_first:
-                committed.append(_commit(save, reports))
+                committed.append(_index(save, reports))
+                commit_index(save.storage, committed[0])
 
         ranks.gather(commit)
         return committed[0] if committed else None
@@ -319,15 +290,6 @@ def _clean(storage: Storage) -> None:
         remove_leftovers(storage)
 
 
-Report = tuple[str, int, int, list[bytes]]
-
-
-def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
-    index = _index(save, reports)
-    commit_index(save.storage, index)
-    return index
-
-
 def commit_index(storage: Storage, index: Index) -> None:
     """Write the index, which completes the checkpoint; then remove replaced files. Local."""
     _check_visible(storage, index)
@@ -338,7 +300,6 @@ def commit_index(storage: Storage, index: Index) -> None:
 
 
 def _check_visible(storage: Storage, index: Index) -> None:
-    """Raise CheckpointError if this rank does not see all files of the index in the folder."""
     missing = set(index.files) - set(storage.names())
     if missing:
         name = min(missing)
@@ -373,7 +334,7 @@ def _index(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
     for name, original in merged.aliases.items():
         first = tensors[original]
         tensors[name] = SavedTensor(name, first.dtype, first.shape, first.parts, first.layout)
-    created, writer = now_text()
+    now = datetime.datetime.now(datetime.timezone.utc)
     return Index(
         tensors,
         files,
@@ -381,15 +342,9 @@ def _index(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
         len(save.ranks.all),
         CHUNK_BYTES,
         dict(save.options.meta),
-        created,
-        writer,
+        now.isoformat(timespec="seconds"),
+        "tilework",
     )
-
-
-def now_text() -> tuple[str, str]:
-    """The current time in UTC, and the name "tilework", for an index."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return now.isoformat(timespec="seconds"), "tilework"
 
 
 def _all_files(save: Save) -> list[list[FilePlan]]:

@@ -26,14 +26,7 @@ FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """A checkpoint of a run.
-
-    Attributes:
-        step: The number of the step.
-        path: The folder.
-        metrics: The numbers that were saved with the checkpoint.
-        nbytes: The number of bytes of all tensors.
-    """
+    """A checkpoint of a run."""
 
     step: int
     path: str
@@ -122,13 +115,7 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
         CheckpointError: It is not a checkpoint, or the index is damaged; or a pattern matches
             nothing.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder = tempfile.mkdtemp()
-        >>> checkpoint.save({"weight": torch.ones(2)}, folder)
-        >>> checkpoint.show(folder)  # doctest: +ELLIPSIS
-        1 tensor, 8 B in 1 file, saved by 1 rank ...
+    Example: see docs/how-to/checkpoints.md.
     """
     storage = storage_at(path)
     found = _names_at(storage)

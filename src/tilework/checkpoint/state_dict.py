@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.checkpoint.filling import is_in_module, unfillable
+from tilework.checkpoint.filling_optimizers import load_states
 from tilework.checkpoint.save_planning import cut_box
 from tilework.checkpoint.stateful_objects import is_split, unwrapped, wrapped_attribute
 from tilework.comm.operations.internal import broadcast, broadcast_object_list, device_of
@@ -112,7 +114,6 @@ class StateDictOptions:
 
     @property
     def is_for_rank0(self) -> bool:
-        """True if only rank 0 gets the state dict."""
         return self.full_state_dict and self.cpu_offload
 
 
@@ -135,18 +136,7 @@ def get_model_state_dict(
         options: Settings. Sharded tensors share memory with the model, unless they are moved to
             the CPU.
 
-    Example:
-        >>> import torch
-        >>> from tilework.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-        >>> from tilework.parallel import fully_shard
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     model = fully_shard(torch.nn.Linear(2, 2, bias=False))
-        ...     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        ...     state = get_model_state_dict(model, options=options)
-        ...     return {name: type(tensor).__name__ for name, tensor in state.items()}
-        >>> run_ranks(2, program)
-        [{'weight': 'Tensor'}, {}]
+    Example: see docs/how-to/checkpoints.md.
     """
     options = options or StateDictOptions()
     names = _Names(model, submodules, options)
@@ -226,7 +216,6 @@ class _Names:
                 self._frozen.add(self._clean(name))
 
     def state(self) -> Iterator[tuple[str, Any]]:
-        """The requested entries of the model's state dict: name and value."""
         for name, raw in self.raw.items():
             short = self.asked(name)
             if short is not None:
@@ -363,31 +352,20 @@ def _set_one(
     given: Mapping[str, Any],
     group_of: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    number, states, packed = 0, {}, []
-    for own, listed in zip(optimizer.param_groups, groups, strict=True):
-        settings = {key: value for key, value in own.items() if key != "params"}
-        first = next((group_of[name] for name in listed if name in group_of), {})
-        settings |= {key: value for key, value in first.items() if key not in _PARAMETERS}
-        packed.append({**settings, "params": list(range(number, number + len(listed)))})
-        for name, parameter in zip(listed, own["params"], strict=True):
-            if name in given:
-                states[number] = {
-                    key: _state_like(parameter, value) for key, value in given[name].items()
-                }
-            number += 1
-    dtypes = {
-        at: {key: v.dtype for key, v in state.items() if isinstance(v, Tensor)}
-        for at, state in states.items()
+    named, options = [], []
+    for own, names in zip(optimizer.param_groups, groups, strict=True):
+        named.append(list(zip(names, own["params"], strict=True)))
+        first = next((group_of[name] for name in names if name in group_of), {})
+        options.append({key: value for key, value in first.items() if key not in _PARAMETERS})
+    states = {
+        number: {key: _state_like(parameter, value) for key, value in given[name].items()}
+        for number, (name, parameter) in enumerate(chain(*named))
+        if name in given
     }
-    optimizer.load_state_dict({"state": states, "param_groups": packed})
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for at, kinds in dtypes.items():  # torch casts states to their parameters' dtypes
-        own_state = optimizer.state[parameters[at]]
-        own_state.update({k: states[at][k] for k, d in kinds.items() if own_state[k].dtype != d})
+    load_states(optimizer, named, states, options)
 
 
 def _state_like(parameter: Tensor, value: Any) -> Any:
-    """A copy of a state's tensor, laid out like the parameter if the shapes are equal."""
     if not isinstance(value, Tensor | _OfRank0):
         return value
     if tuple(value.shape) != tuple(parameter.shape) or not parameter.dim():

@@ -214,7 +214,6 @@ class Containers:
         self._places = places_of_parameters(state)
 
     def __call__(self, value: Any, path: Path) -> Any:
-        """The state dict of an object, or a generator's state; other values unchanged."""
         if isinstance(value, nn.Module):
             return unwrapped(value).state_dict()
         if isinstance(value, Optimizer):
@@ -230,13 +229,6 @@ class RandomState:
     Python's generator, numpy's if it is loaded, and torch's default generators for the CPU and for
     CUDA devices. DTensors draw from torch's default generator, and therefore resume as well. States
     that differ between ranks are saved for each rank.
-
-    Example:
-        >>> state = RandomState().state_dict()
-        >>> first = torch.rand(1)
-        >>> RandomState().load_state_dict(state)
-        >>> bool(torch.rand(1) == first)
-        True
     """
 
     def state_dict(self) -> dict[str, Any]:

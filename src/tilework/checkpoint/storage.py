@@ -68,7 +68,6 @@ class LateClose:
                 self._work()
 
     def wait(self) -> None:
-        """Block until all descriptors are closed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_at_work)
 
@@ -88,7 +87,6 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-#: The thread of this process.
 late_close = LateClose()
 
 if sys.platform != "win32":
@@ -105,7 +103,6 @@ _WRITEBACK_BYTES = 32 << 20
 _LARGE_BYTES = 16 << 20
 #: The maximum of pieces of memory in one call, guaranteed by POSIX.
 _MOST_BUFFERS = 1024 if sys.platform != "win32" else 16
-#: The file that a writer holds a lock on.
 LOCK_NAME = ".lock"
 
 
@@ -185,17 +182,17 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Remove a file, if it exists. The disk space may become free a little later."""
 
-    @abstractmethod
     def wait_for_room(self) -> None:
-        """Block until the disk space of all removed files is free."""
+        """Block until the disk space of all removed files is free; here it is at once."""
+        return None
 
-    @abstractmethod
     def forget(self, name: str) -> None:
-        """Make the system drop the cached pages of a file. The file itself stays."""
+        """Make the system drop the cached pages of a file; here there are none."""
+        return None
 
-    @abstractmethod
     def sync(self) -> None:
-        """Flush the folder's list of names to the disk, so that new names survive a crash."""
+        """Flush the folder's list of names to the disk; here it survives a crash already."""
+        return None
 
     @abstractmethod
     def inner(self, name: str) -> Storage:
@@ -262,7 +259,6 @@ class FileCalls:
     pwrite = staticmethod(os.pwrite)
 
 
-#: The calls that local storage makes.
 calls = FileCalls()
 
 
@@ -359,7 +355,6 @@ def removal_order(name: str) -> tuple[bool, bool]:
 
 
 def _close_quietly(fd: int) -> None:
-    """Close a descriptor that nothing was written to, and ignore errors of the file system."""
     with suppress(OSError):
         calls.close(fd)
 

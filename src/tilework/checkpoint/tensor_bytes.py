@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.format import TORCH_NAMES
+from tilework.checkpoint.save_planning import cut_box
 from tilework.layout import Box
+from tilework.layout.internal import whole_box
 from tilework.optional_core import core as _core
 
 #: By the index's name.
@@ -134,35 +135,14 @@ def is_in_place(view: Tensor) -> bool:
 
 def pieces_in_order(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
     """The elements of a tensor in row-major order, in flat tensors of ``most_bytes`` on the CPU."""
-    view = view.detach()
+    view, itemsize = view.detach(), view.element_size()
     if is_in_place(view):
-        yield from _cut(view.as_strided((view.numel(),), (1,)), most_bytes)
+        flat = view.as_strided((view.numel(),), (1,))
+        yield from torch.split(flat, max(1, most_bytes // itemsize))
         return
-    for block in _blocks(view, most_bytes):
-        plain = block.resolve_conj().resolve_neg().to("cpu").contiguous()
+    for box in cut_box(whole_box(tuple(view.shape)), itemsize, most_bytes):
+        plain = view[box.slices].resolve_conj().resolve_neg().to("cpu").contiguous()
         yield plain.as_strided((plain.numel(),), (1,))
-
-
-def _cut(flat: Tensor, most_bytes: int) -> Iterator[Tensor]:
-    step = max(1, most_bytes // flat.element_size())
-    for start in range(0, flat.numel(), step):
-        yield flat[start : start + step]
-
-
-def _blocks(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
-    if view.numel() == 0:
-        return
-    if view.numel() * view.element_size() <= most_bytes or view.dim() == 0:
-        yield view
-        return
-    row = math.prod(view.shape[1:]) * view.element_size()
-    rows = most_bytes // row
-    if rows:
-        for start in range(0, view.shape[0], rows):
-            yield view[start : start + rows]
-        return
-    for each in view:
-        yield from _blocks(each, most_bytes)
 
 
 def full_crc32(tensor: Tensor, most_bytes: int = 1 << 20) -> int:

@@ -69,15 +69,6 @@ class UrlStorage(Storage):
         with _told(f"cannot remove {where}", where), suppress(FileNotFoundError):
             self._files.rm_file(f"{self._folder}/{name}")
 
-    def wait_for_room(self) -> None:
-        """Do nothing: a store is not waited for."""
-
-    def forget(self, name: str) -> None:
-        """Do nothing: this machine does not cache the file."""
-
-    def sync(self) -> None:
-        """Do nothing: a store keeps accepted files."""
-
     def inner(self, name: str) -> Storage:
         return UrlStorage(self.where(name))
 
@@ -163,7 +154,6 @@ class _UrlReader(FileReader):
         """Do nothing: nothing is open."""
 
 
-#: A folder, or a URL for fsspec.
 AnyPath = str | os.PathLike[str]
 
 

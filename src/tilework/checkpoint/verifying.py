@@ -31,7 +31,6 @@ def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None)
     headers with the index itself.
 
     Args:
-        path: A folder, or a URL.
         progress: Called after each read with the number of bytes that were read.
 
     Returns:
@@ -40,13 +39,7 @@ def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None)
     Raises:
         CheckpointError: There is no checkpoint, or the index is damaged.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder = tempfile.mkdtemp()
-        >>> checkpoint.save({"weight": torch.ones(2)}, folder)
-        >>> checkpoint.verify(folder)
-        []
+    Example: see docs/how-to/checkpoints.md.
     """
     storage = storage_at(path)
     index = read_index(storage)
@@ -75,7 +68,6 @@ _REMEDY = "Copy the file again if the checkpoint was copied; else use another ch
 
 
 def _headers(index: Index) -> dict[str, _Header]:
-    """By file and key, what the header should list according to the index."""
     pieces: dict[str, dict[tuple[int, int], tuple[SavedTensor, Part]]] = {}
     for tensor in index.tensors.values():
         for part in tensor.parts:
@@ -121,8 +113,7 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
         }
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise CheckpointError(
-            f"{where}: the header is invalid as safetensors ({error}). {_REMEDY}",
-            file=where,
+            f"{where}: the header is invalid as safetensors ({error}). {_REMEDY}", file=where
         ) from None
     if found != expected:
         raise CheckpointError(
@@ -155,12 +146,7 @@ def _damages(
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two checkpoints.
-
-    Attributes:
-        name: The name of the tensor or value that differs.
-        text: The difference in words.
-    """
+    """A difference of two checkpoints."""
 
     name: str
     text: str
@@ -173,22 +159,10 @@ def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
     Layouts and files are ignored. Tensors in the same parts with equal checksums count as equal;
     other tensors are read, in bounded memory.
 
-    Args:
-        a: A folder, or a URL.
-        b: Another folder or URL.
-
     Raises:
         CheckpointError: One of them is not a checkpoint, or is damaged.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> a, b = tempfile.mkdtemp(), tempfile.mkdtemp()
-        >>> checkpoint.save({"weight": torch.ones(2), "step": 1}, a)
-        >>> checkpoint.save({"weight": torch.tensor([1.0, 3.0]), "step": 1}, b)
-        >>> for difference in checkpoint.diff(a, b):
-        ...     print(difference.name, difference.text)
-        weight 1 of 2 elements differ, by at most 2
+    Example: see docs/how-to/checkpoints.md.
     """
     readers = []
     try:

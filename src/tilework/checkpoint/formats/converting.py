@@ -20,9 +20,10 @@ from tilework.checkpoint.formats.source import (
     IndexedSource,
     Source,
     open_safetensors,
+    open_torch_file,
     write_safetensors,
+    write_torch_file,
 )
-from tilework.checkpoint.formats.torch_file import open_torch_file, write_torch_file
 from tilework.checkpoint.index_text import is_checkpoint, is_ours, read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.no_collections import no_collections
@@ -52,7 +53,6 @@ class ConvertOptions:
     Args:
         names: Patterns; only tensors whose names match a pattern are written. None: all.
         strip: A text to remove from the beginning of names.
-        prefix: A text to put before names.
         file_bytes: The maximum of bytes of elements in a file, where a format has several files.
 
     With ``names``, ``strip`` or ``prefix``, only tensors are written: other values are dropped.
@@ -90,15 +90,7 @@ def convert(
             or cannot be written; or two tensors would have the same name without ``strip``.
         ValueError: There is no such format.
 
-    Example:
-        >>> import tempfile, torch
-        >>> from tilework import checkpoint
-        >>> folder = tempfile.mkdtemp()
-        >>> torch.save({"weight": torch.ones(2)}, f"{folder}/model.pt")
-        >>> checkpoint.convert(f"{folder}/model.pt", f"{folder}/model.safetensors")
-        >>> checkpoint.convert(f"{folder}/model.safetensors", f"{folder}/checkpoint")
-        >>> checkpoint.read(f"{folder}/checkpoint")
-        {'weight': tensor([1., 1.])}
+    Example: see docs/how-to/checkpoints.md.
     """
     options = options or ConvertOptions()
     kind = to or format_of_name(target)
@@ -127,7 +119,6 @@ def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) 
 
 
 def _check_apart(source: AnyPath, target: AnyPath) -> None:
-    """Raise CheckpointError if the target lies inside of the source folder."""
     if is_url(source) or is_url(target):
         return
     inside = Path(target).resolve()
@@ -139,7 +130,6 @@ def _check_apart(source: AnyPath, target: AnyPath) -> None:
 
 
 def _check_target(target: AnyPath, kind: str) -> None:
-    """Raise unless the target is free and can be written in the format ``kind``."""
     if not is_url(target):
         place = Path(target)
         free = not place.exists() or (place.is_dir() and _is_left_over(set(os.listdir(place))))
@@ -209,8 +199,6 @@ def _open_tilework(path: AnyPath) -> Source:
 
 
 class _Chosen(Source):
-    """Some tensors of a source, under other names."""
-
     def __init__(self, source: Source, options: ConvertOptions, progress: Progress) -> None:
         self._source, self._progress = source, progress
         self.meta = source.meta

@@ -23,8 +23,13 @@ from tilework.checkpoint.describing import check_dense
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
 from tilework.checkpoint.flattening import flatten
 from tilework.checkpoint.format import Path as StatePath
-from tilework.checkpoint.formats.source import MappedTensors, Source, mapped_tensors
-from tilework.checkpoint.formats.torch_file import load_weights_only, state_of_source
+from tilework.checkpoint.formats.source import (
+    MappedTensors,
+    Source,
+    load_weights_only,
+    mapped_tensors,
+    state_of_source,
+)
 from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.no_collections import no_collections
 from tilework.checkpoint.save_planning import TensorToSave
@@ -100,8 +105,6 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
 
 
 class _Record:
-    """Stands for one object of the metadata, and holds the attributes."""
-
     __slots__ = ("state",)
     state: Any
 
@@ -117,7 +120,6 @@ class _Record:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The attributes by name."""
         if not isinstance(self.state, dict):
             raise ValueError(f"a {type(self).__name__} has no attributes")
         return self.state
