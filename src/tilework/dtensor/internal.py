@@ -12,6 +12,7 @@ from tilework.dtensor.base import (
     wrap_as,
 )
 from tilework.dtensor.from_local import sizes_along
+from tilework.dtensor.local_function import torch_apply
 from tilework.dtensor.part_cuts import Cut, CutLayer, cut_of
 from tilework.dtensor.propagation.dtensor_call import (
     content_hash,

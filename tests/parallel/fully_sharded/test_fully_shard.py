@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -590,21 +591,50 @@ def test_full_parameters_are_there_while_they_are_needed(monkeypatch: Any) -> No
         assert max(seen) <= rest + 2 * max(sizes)  # the next one is being gathered
 
     monkeypatch.setattr(unit, "GatheredParameters", Noted)
+    monkeypatch.setattr(unit, "TOGETHER_BYTES", 0)
     run_ranks(2, program)
 
 
-def test_one_collective_for_each_module_and_way() -> None:
-    def program(rank: int) -> tuple[int, int]:
+@pytest.mark.parametrize(("together", "first", "later"), [(0, 3, 4), (1500, 2, 2), (4000, 1, 1)])
+def test_collectives_of_each_module_and_way(
+    together: int, first: int, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small modules are gathered together, in forward once the order of the modules is known."""
+
+    def program(rank: int) -> list[int]:
         model = shard_all(seeded())
         group = dist.get_default_group()
-        start = group.get_sequence_number_for_group()
-        loss = model(rows(2, 0)[0]).sum()
-        middle = group.get_sequence_number_for_group()
-        loss.backward()
-        return middle - start, group.get_sequence_number_for_group() - middle
+        counts = [group.get_sequence_number_for_group()]
+        for _ in range(2):
+            loss = model(rows(2, 0)[0]).sum()
+            counts.append(group.get_sequence_number_for_group())
+            loss.backward()
+            counts.append(group.get_sequence_number_for_group())
+        return [after - before for before, after in itertools.pairwise(counts)]
 
+    monkeypatch.setattr(unit, "TOGETHER_BYTES", together)
     # Three blocks and the rest are gathered; the blocks again in backward, and all are reduced.
-    assert run_ranks(2, program) == [(4, 3 + 4)] * 2
+    assert run_ranks(2, program) == [[4, first + 4, later, first + 4]] * 2
+
+
+def test_a_module_that_forward_writes_to_after_it_was_gathered_ahead() -> None:
+    def program(rank: int) -> None:
+        plain: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        model = copy.deepcopy(plain)
+        for layer in (*model, model):
+            fully_shard(layer)
+
+        def write(each: Any) -> None:
+            with torch.no_grad():
+                each[2].weight.mul_(0.5)
+
+        for each in (plain, model):
+            each[0].register_forward_hook(lambda *_, each=each: write(each))
+        with torch.no_grad():
+            for _ in range(3):
+                assert_close(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+
+    run_ranks(2, program)
 
 
 def test_beside_batch_normalisation_over_all_rows() -> None:

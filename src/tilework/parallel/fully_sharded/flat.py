@@ -14,10 +14,11 @@ are copied together before they are sent.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,27 +41,53 @@ from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 DIRECT_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
+_unflatten: Any = torch._C._nn.unflatten_dense_tensors
+
+
+class Rooms:
+    """Views of memory, one after the other: of some shapes, each in a room that may be larger."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], rooms: Sequence[int], device: torch.device
+    ) -> None:
+        self._shapes, self._rooms = list(shapes), list(rooms)
+        fills = all(room and room == math.prod(shape) for room, shape in zip(rooms, shapes))  # noqa: B905
+        one = torch.empty((), device=device)
+        #: Tensors of the shapes, where a single call makes all views.
+        self._like = [one.expand(shape) for shape in shapes] if fills and shapes else None
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The views of a tensor of one dim, which may go on behind them."""
+        if not self._shapes:
+            return []
+        if self._like is not None:
+            views: list[Tensor] = _unflatten(memory, self._like)
+            return views
+        parts = memory[: sum(self._rooms)].split_with_sizes(self._rooms)
+        return [
+            part[: math.prod(shape)].view(shape)
+            for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+
+
 class Row:
-    """Some parameters, and where each begins in a rank's row.
+    """Parameters whose shards lie one after the other, each padded to the largest rank's.
 
     Attributes:
         params: The parameters.
-        offsets: By parameter, the index of the first element in the row; at the end, the row's
-            number of elements.
+        offsets: By parameter, the index of the first element in a rank's row.
+        numel: The row's number of elements.
+        mine: The shards of this rank in the rank's row.
     """
 
-    params: tuple[ShardedParam, ...]
-    offsets: tuple[int, ...]
-
-    @staticmethod
-    def of(params: Sequence[ShardedParam]) -> Row:
-        """The row of these parameters, in this order."""
-        return Row(tuple(params), (0, *accumulate(param.padded for param in params)))
-
-    @property
-    def numel(self) -> int:
-        return self.offsets[-1]
+    def __init__(
+        self, params: Sequence[ShardedParam], rank: int, device: torch.device, more: int = 0
+    ) -> None:
+        self.params, self._rooms = list(params), [param.padded for param in params]
+        *self.offsets, self.numel = 0, *accumulate(self._rooms)
+        self.mine = Rooms([param.shard_shapes[rank] for param in params], self._rooms, device)
+        self._sizes = [*self._rooms, more] if more else self._rooms
+        self.is_even = all(param.is_even for param in params)
 
     def around(self, shards: Sequence[Tensor]) -> Tensor | None:
         """The memory in which a rank's shards lie as this row; None if they do not."""
@@ -70,22 +97,23 @@ class Row:
             shard.is_contiguous()
             and shard.untyped_storage()._cdata == storage._cdata
             and shard.storage_offset() == begin + offset
-            for shard, offset in zip(shards, self.offsets, strict=False)
+            for shard, offset in zip(shards, self.offsets, strict=True)
         )
         return first.as_strided((self.numel,), (1,), begin).data if is_row else None
 
     def split(self, rows: Tensor) -> Sequence[Tensor]:
-        """By parameter, the columns of all ranks' rows that hold the parameter's shards."""
-        return rows.split_with_sizes([param.padded for param in self.params], 1)
+        """By parameter, the columns of all ranks' rows with the shards; then columns behind."""
+        return rows.split_with_sizes(self._sizes, 1)
 
-    def fill(self, rows: Tensor, grads: Sequence[Tensor | None]) -> None:
-        """Copy the shards of full gradients to all ranks' rows; a missing gradient leaves them."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for param, grad, shards in zip(self.params, grads, self.split(rows), strict=True):
-            if grad is not None:
-                pairs += param.shards_and_parts(shards, grad)
-        if pairs:
-            torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
+    def pairs(
+        self, columns: Sequence[Tensor], fulls: Sequence[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Views of the same elements: of the columns, and of full tensors (None: left out)."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for param, full, shards in zip(self.params, fulls, columns, strict=True):
+            if full is not None:
+                found += param.shards_and_parts(shards, full)
+        return found
 
 
 class Gathering:
@@ -96,14 +124,13 @@ class Gathering:
         fulls: By parameter, the full local tensor.
     """
 
-    def __init__(
-        self, block: Tensor, fulls: list[Tensor], params: list[ShardedParam], offsets: list[int]
-    ) -> None:
-        self.block, self.fulls = block, fulls
-        self._params, self._offsets = params, offsets
-        self.begin = address_of(block)
-        self.end = self.begin + block.nbytes
-        self.works: list[Work] = []
+    def __init__(self, flat: Flat) -> None:
+        self.block = empty_tensor((flat.numel,), flat.compute_dtype, flat.device)
+        self.fulls = flat.whole.views(self.block)
+        self._params, self._offsets = flat.params, flat.offsets
+        self.begin = address_of(self.block)
+        self.end = self.begin + self.block.nbytes
+        self.works: list[Work | None] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def param_at(self, offset: int) -> ShardedParam:
@@ -111,13 +138,14 @@ class Gathering:
         return self._params[bisect_right(self._offsets, offset) - 1]
 
     def finish(self) -> None:
-        """Wait for the gathers of :meth:`Flat.gather`, then fill the full tensors. Idempotent."""
+        """Wait for the messages of :func:`gather`, then fill the full tensors. Idempotent."""
         for work in self.works:
-            work.wait()
+            if work is not None:
+                work.wait()
         if self.pairs:
             with torch.no_grad():
-                full, rows = zip(*self.pairs, strict=True)
-                torch._foreach_copy_(list(full), list(rows))
+                columns, fulls = zip(*self.pairs, strict=True)
+                torch._foreach_copy_(fulls, columns)
         self.works, self.pairs = [], []
 
 
@@ -153,17 +181,28 @@ class Flat:
         self.compute_dtype: torch.dtype = policy.param_dtype if is_cast else self.dtype  # type: ignore[assignment]
         self._reduce_dtype = policy.reduce_dtype
         self.shards = self._placed(kept)
-        shard_of = dict(zip(map(id, self.params), self.shards, strict=True))
-        others = [param for param in self.params if not self._is_direct(param)]
-        if len(others) == 1 and others[0].is_even:  # it would share a collective with none
-            others = []
+        place_of = {id(param): at for at, param in enumerate(self.params)}
         #: The places of parameters that are gathered without a row.
-        self._direct = [at for at, param in enumerate(self.params) if param not in others]
-        #: The rows of gathers, each with the shards, and the memory if they lie there as a row.
-        self._rows: list[tuple[Row, list[Tensor], Tensor | None]] = []
-        for row in self._rows_of(others):
-            shards = [shard_of[id(param)] for param in row.params]
-            self._rows.append((row, shards, row.around(shards)))
+        self._direct = [at for at, param in enumerate(self.params) if self._is_direct(param)]
+        #: The rows of gathers, each with the places of the parameters, and the memory in which the
+        #: shards lie as the row; None: they do not.
+        self.rows = self._rows_of([p for p in self.params if not self._is_direct(p)])
+        self._in_rows = [[place_of[id(param)] for param in row.params] for row in self.rows]
+        self._memory = [
+            row.around([self.shards[at] for at in places])
+            for row, places in zip(self.rows, self._in_rows, strict=True)
+        ]
+        #: The last reduction's parameters, and what :meth:`_rows_of_grads` says of them.
+        self._reduced: tuple[tuple[ShardedParam, ...], tuple[list[int], list[int], Row]] | None
+        self._reduced = None
+        numels = [param.numel for param in self.params]
+        self.offsets = [0, *accumulate(numels)][:-1]
+        self.numel = sum(numels)
+        self.full_bytes = self.numel * self.compute_dtype.itemsize
+        #: The full tensors in a block, and there the parts of all ranks, where these are even.
+        self.whole = Rooms([param.shape for param in self.params], numels, self.device)
+        shapes = [(self.ranks, p.padded) if p.is_even else p.shape for p in self.params]
+        self._by_rank = Rooms(shapes, numels, self.device)
         #: False where the gathering thread would only take the core from the computing thread.
         kind = device_kind(self.params[0].sharded)
         self._overlaps = kind != "cpu" or has_spare_core(self.ranks)
@@ -174,22 +213,24 @@ class Flat:
     def _is_direct(self, param: ShardedParam) -> bool:
         return param.is_even and self._is_large(param)
 
+    def _row(self, params: Sequence[ShardedParam], more: int = 0) -> Row:
+        return Row(params, self.rank, self.device, more)
+
     def _rows_of(self, params: Sequence[ShardedParam]) -> list[Row]:
         """A row for each large parameter, and a row for all others, if there are any."""
-        large = [Row.of([param]) for param in params if self._is_large(param)]
-        small = Row.of([param for param in params if not self._is_large(param)])
-        return [*large, small] if small.params else large
+        large = [self._row([param]) for param in params if self._is_large(param)]
+        small = [param for param in params if not self._is_large(param)]
+        return [*large, self._row(small)] if small else large
 
     def _placed(self, kept: Sequence[Tensor | None]) -> list[Tensor]:
         """By parameter, the shard that is kept, or a shard in new memory."""
         pairs = list(zip(self.params, kept, strict=True))
-        made = {}
+        made: dict[int, Tensor] = {}
         first = self.params[0].sharded
         like = local_tensor_of(first) if isinstance(first, DTensor) else first.detach()
         for row in self._rows_of([param for param, shard in pairs if shard is None]):
             memory = _zeros(row.numel, like, self.shard_group)
-            for param, offset in zip(row.params, row.offsets, strict=False):
-                made[id(param)] = param.in_row(memory, offset, self.rank)
+            made.update(zip(map(id, row.params), row.mine.views(memory), strict=True))
         return [(made[id(param)] if shard is None else shard).data for param, shard in pairs]
 
     def check_dtype(self) -> None:
@@ -201,103 +242,103 @@ class Flat:
                     f"after the forward pass whose backward needs it: call backward before that"
                 )
 
-    # -- gathering ---------------------------------------------------------------------------
+    def direct(self, fulls: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """For each parameter that is gathered without a row the full tensor, and the shard."""
+        return [
+            (fulls[at].view(-1), self.shards[at].to(self.compute_dtype).contiguous().view(-1))
+            for at in self._direct
+        ]
 
-    @torch.no_grad()
-    def gather(self, async_op: bool) -> Gathering:
-        """Start to gather the full parameters. Collective over the sharding group.
+    def own_row(self, which: int) -> Tensor:
+        """This rank's row ``which``: the memory itself, or copies of shards that lie elsewhere."""
+        packed = self._memory[which]
+        if packed is None:
+            row = self.rows[which]
+            packed = torch.zeros(row.numel, dtype=self.dtype, device=self.device)
+            shards = [self.shards[at] for at in self._in_rows[which]]
+            torch._foreach_copy_(row.mine.views(packed), shards)
+        return packed.to(self.compute_dtype)
 
-        With ``async_op`` it returns at once if another core can gather; ``finish`` waits.
-        """
-        async_op = async_op and self._overlaps
-        gathering = self._empty()
-        for at in self._direct:
-            mine = self.shards[at].to(self.compute_dtype).contiguous()
-            self._start(gathering, gathering.fulls[at].view(-1), mine.view(-1), async_op)
-        full_of = dict(zip(map(id, self.params), gathering.fulls, strict=True))
-        for row, parts, in_place in self._rows:
-            mine = self._packed(row, parts) if in_place is None else in_place
-            mine = mine.to(self.compute_dtype)
-            rows = mine.new_empty(self.ranks, row.numel)
-            self._start(gathering, rows.view(-1), mine, async_op)
-            for param, shards in zip(row.params, row.split(rows), strict=True):
-                pairs = param.shards_and_parts(shards, full_of[id(param)])
-                gathering.pairs += [(part, shard) for shard, part in pairs]
-        return gathering
+    def pairs(self, which: int, rows: Tensor, gathering: Gathering) -> list[tuple[Tensor, Tensor]]:
+        """Views of the same elements: of all ranks' rows ``which``, and of the full tensors."""
+        row, places = self.rows[which], self._in_rows[which]
+        if not row.is_even:
+            return row.pairs(row.split(rows), [gathering.fulls[at] for at in places])
+        by_rank = self._by_rank.views(gathering.block)
+        return list(zip(row.split(rows), [by_rank[at] for at in places], strict=True))
 
-    def _packed(self, row: Row, shards: Sequence[Tensor]) -> Tensor:
-        """A row of copies of shards that do not lie as a row."""
-        packed = torch.zeros(row.numel, dtype=self.dtype, device=self.device)
-        places = zip(row.params, row.offsets, strict=False)
-        parts = [param.in_row(packed, offset, self.rank) for param, offset in places]
-        torch._foreach_copy_(parts, list(shards))
-        return packed
-
-    def _empty(self) -> Gathering:
-        """Memory for all full parameters: contiguous tensors one after the other."""
-        sizes = [param.numel for param in self.params]
-        offsets = [0, *accumulate(sizes)]
-        block = empty_tensor((offsets[-1],), self.compute_dtype, self.device)
-        parts = block.split_with_sizes(sizes)
-        fulls = [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
-        return Gathering(block, fulls, self.params, offsets[:-1])
-
-    def _start(self, gathering: Gathering, out: Tensor, mine: Tensor, async_op: bool) -> None:
-        work = all_gather_into_tensor(out, mine, self.shard_group, async_op)
-        if work is not None:
-            gathering.works.append(work)
+    def send(self, out: Tensor, mine: Tensor, async_op: bool) -> Work | None:
+        """Start to gather from all ranks' ``mine``; None: it is done."""
+        return all_gather_into_tensor(out, mine, self.shard_group, async_op and self._overlaps)
 
     # -- reducing ----------------------------------------------------------------------------
 
-    def reduce_dtype(self, param: ShardedParam) -> torch.dtype:
-        """The dtype in which gradients of a parameter are reduced."""
-        return self._reduce_dtype or param.grad_dtype or self.compute_dtype
+    def reduce_dtype(self, grad_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype in which gradients are reduced that the program gave a dtype, or none."""
+        return self._reduce_dtype or grad_dtype or self.compute_dtype
 
     @torch.no_grad()
     def reduce(
-        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None], how: Reduction
+        self,
+        params: Sequence[ShardedParam],
+        grad_dtypes: Sequence[torch.dtype | None],
+        grads: Sequence[Tensor | None],
+        how: Reduction,
     ) -> list[Tensor | None]:
         """This rank's shards of the gradients' averages over all ranks. Collective; blocks.
 
         A gradient that only some ranks have counts as zero on the others.
 
         Args:
-            params: Parameters of this buffer, the same on all ranks, with one ``reduce_dtype``.
+            params: Parameters of this buffer, the same on all ranks.
+            grad_dtypes: By parameter, the gradient's dtype, for which ``reduce_dtype`` is the same.
             grads: By parameter, this rank's gradient of the full tensor; None: there is none.
             how: How to average.
 
         Returns:
             By parameter, the shard in the gradient's dtype; None: no rank has a gradient.
         """
-        dtype = self.reduce_dtype(params[0])
-        pairs = list(zip(params, grads, strict=True))
-        results = {
-            id(param): self._reduce_alone(param, grad, how)
-            for param, grad in pairs
-            if self._is_direct(param)
-        }
-        together = [(param, grad) for param, grad in pairs if id(param) not in results]
-        # Each row ends with a mark for each parameter: above zero where a rank has a gradient.
-        row = Row.of([param for param, _ in together])
-        marks = [float(grad is not None) for grad in grads]
-        rows = torch.zeros(self.ranks, row.numel + len(marks), dtype=dtype, device=self.device)
-        row.fill(rows[:, : row.numel], [grad for _, grad in together])
-        rows[:, row.numel :] = 1.0 if all(marks) else rows.new_tensor(marks)
+        dtype = self.reduce_dtype(grad_dtypes[0])
+        alone, others, row = self._rows_of_grads(tuple(params))
+        results: list[Any] = [None] * len(params)
+        for at in alone:
+            results[at] = self._reduce_alone(params[at], grads[at], dtype, how)
+        rows = torch.zeros(self.ranks, row.numel + len(params), dtype=dtype, device=self.device)
+        *columns, marks = row.split(rows)
+        if pairs := row.pairs(columns, [grads[at] for at in others]):
+            parts, shards = zip(*pairs, strict=True)
+            torch._foreach_copy_(parts, shards)
+        lacks = [grad is None for grad in grads]
+        marks.copy_(1.0 - rows.new_tensor(lacks)) if any(lacks) else marks.fill_(1.0)
         reduced = self._reduce(rows.view(-1), rows.shape[1], how, row.numel)
-        for param, offset in zip(row.params, row.offsets, strict=False):
-            results[id(param)] = param.in_row(reduced, offset, self.rank)
-        used = [mark > 0 for mark in marks]
-        if not all(marks) and not reduced.is_meta:  # else each rank is as this rank
+        for at, shard in zip(others, row.mine.views(reduced), strict=True):
+            results[at] = shard
+        used = [not lack for lack in lacks]
+        if any(lacks) and not reduced.is_meta:  # else each rank is as this rank
             used = (reduced[row.numel :] > 0).tolist()
         return [
-            results[id(param)].to(param.grad_dtype or self.dtype) if has_grad else None
-            for param, has_grad in zip(params, used, strict=True)
+            shard.to(grad_dtype or self.dtype) if has_grad else None
+            for shard, grad_dtype, has_grad in zip(results, grad_dtypes, used, strict=True)
         ]
 
-    def _reduce_alone(self, param: ShardedParam, grad: Tensor | None, how: Reduction) -> Tensor:
+    def _rows_of_grads(self, params: tuple[ShardedParam, ...]) -> tuple[list[int], list[int], Row]:
+        """The places of gradients that are reduced alone and of others, and the others' row, which
+        ends with a mark for each gradient: above zero where a rank has it.
+        """
+        if self._reduced is None or self._reduced[0] != params:
+            places = range(len(params))
+            alone = [at for at in places if self._is_direct(params[at])]
+            others = [at for at in places if not self._is_direct(params[at])]
+            row = self._row([params[at] for at in others], len(params))
+            self._reduced = params, (alone, others, row)
+        return self._reduced[1]
+
+    def _reduce_alone(
+        self, param: ShardedParam, grad: Tensor | None, dtype: torch.dtype, how: Reduction
+    ) -> Tensor:
         if grad is None:
             grad = torch.zeros(param.shape, dtype=self.compute_dtype, device=self.device)
-        contribution = grad.to(self.reduce_dtype(param)).contiguous()
+        contribution = grad.to(dtype).contiguous()
         return self._reduce(contribution.view(-1), param.padded, how).view(param.shard_shapes[0])
 
     def _reduce(
@@ -315,6 +356,34 @@ class Flat:
         if how.hook is not None:
             how.hook(reduced[:grads])  # the rest marks which gradients there are
         return reduced
+
+
+@torch.no_grad()
+def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
+    """Start to gather the full parameters of each buffer. Collective over the sharding groups.
+
+    Small rows of several buffers share a message. With ``async_op`` the function returns at once if
+    another core can gather; ``finish`` waits.
+    """
+    gatherings = [Gathering(flat) for flat in flats]
+    messages: dict[Any, list[tuple[Flat, Gathering, int]]] = {}
+    for flat, gathering in zip(flats, gatherings, strict=True):
+        for full, mine in flat.direct(gathering.fulls):
+            gathering.works.append(flat.send(full, mine, async_op))
+        for at, row in enumerate(flat.rows):
+            is_large = row.numel * flat.compute_dtype.itemsize >= DIRECT_BYTES
+            key = row if is_large else (flat.compute_dtype, flat.device, flat.shard_group)
+            messages.setdefault(key, []).append((flat, gathering, at))
+    for message in messages.values():
+        sent = [flat.own_row(at) for flat, _, at in message]
+        mine = sent[0] if len(sent) == 1 else torch.cat(sent)
+        rows = mine.new_empty(message[0][0].ranks, mine.numel())
+        work = message[0][0].send(rows.view(-1), mine, async_op)
+        parts = rows.split_with_sizes([each.numel() for each in sent], 1)
+        for (flat, gathering, at), part in zip(message, parts, strict=True):
+            gathering.works.append(work)
+            gathering.pairs += flat.pairs(at, part, gathering)
+    return gatherings
 
 
 def _zeros(numel: int, like: Tensor, group: ProcessGroup) -> Tensor:

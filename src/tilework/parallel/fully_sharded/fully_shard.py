@@ -64,7 +64,7 @@ def fully_shard(
     frozen are noticed in the next forward.
 
     A rank holds shards of parameters, gradients and optimizer states, and the full parameters of
-    the module that computes and of the next module.
+    the module that computes and of the next module; of small modules up to 512 KiB.
 
     Args:
         module: The module, or several that are gathered together; changed in place.

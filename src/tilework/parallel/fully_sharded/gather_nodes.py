@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from tilework.comm.per_call.internal import address_of
+from tilework.dtensor.internal import torch_apply
 
 if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.flat import Gathering
@@ -41,6 +42,8 @@ class GatherParameters(torch.autograd.Function):
     full tensors to averages over the ranks, as gradients of the shards, and is collective.
     """
 
+    apply: Any = torch_apply  # no argument is a DTensor
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -54,8 +57,8 @@ class GatherParameters(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = tuple(full.detach() for full in fulls)
         for param, result in zip(params, results, strict=True):
-            if param.grad_dtype is not None:
-                result.grad_dtype = param.grad_dtype
+            if (dtype := param.grad_dtype) is not None:
+                result.grad_dtype = dtype
         return results
 
     @staticmethod

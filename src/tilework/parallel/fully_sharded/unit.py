@@ -22,7 +22,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, is_
@@ -50,7 +50,7 @@ from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.arguments import cast_floats
 from tilework.parallel.data_parallel.outputs import tensors_of
-from tilework.parallel.fully_sharded.flat import Flat, Gathering
+from tilework.parallel.fully_sharded.flat import Flat, Gathering, gather
 from tilework.parallel.fully_sharded.gather_nodes import (
     GatherParameters,
     can_save,
@@ -66,6 +66,9 @@ _local_of = attrgetter("_local_tensor")
 _spec_of, _dtype_of = attrgetter("_spec"), attrgetter("dtype")
 _address_of = Tensor.data_ptr
 
+#: Units are gathered together up to so many bytes of full parameters.
+TOGETHER_BYTES = 256 << 10
+
 Phase = Literal["sharded", "gathering", "gathered"]
 
 
@@ -76,7 +79,7 @@ class GatheredParameters:
         self.parts, self.version, self.flats = parts, version, flats
         self.is_ready = False
         #: The forward pass that has compared the shards; None: no pass has.
-        self.seen_by: Any = None
+        self.seen_by: Any = _running.run
 
     def finish(self) -> None:
         """Wait until the full parameters are in memory."""
@@ -105,6 +108,14 @@ class Use:
         """Free the full parameters, unless others need them."""
         self.gathered = None
 
+    def units_before(self) -> Iterator[Unit]:
+        """The units that the pass used before, the last first, as far as none is in memory."""
+        for each in reversed(self.run.uses[: self.number]):
+            use = each()
+            if use is None or use.gathered is not None or use.flats is not use.unit.flats:
+                return
+            yield use.unit
+
     def full(self) -> GatheredParameters:
         """The full parameters in backward. Collective if they are not in memory."""
         if self.gathered is None:
@@ -129,15 +140,10 @@ class Run:
         #: The units of the last pass, which are gathered ahead as long as the order is the same.
         self.before = before
 
-    def next_unit(self) -> Unit | None:
-        """The unit that came next in the last pass, if this pass has had the same order so far.
-
-        None also at the end of the order.
-        """
+    def next_units(self) -> list[Unit]:
+        """The units that came next in the last pass, if this pass has had the same order so far."""
         at = len(self.units)
-        if at < len(self.before) and self.units == self.before[:at]:
-            return self.before[at]
-        return None
+        return self.before[at:] if self.units == self.before[:at] else []
 
 
 class BackwardPass:
@@ -294,30 +300,40 @@ class Unit:
 
     # -- phases ------------------------------------------------------------------------------
 
-    def start_gather(self, async_op: bool = True) -> None:
-        """Start to gather, unless that was done already. Collective."""
-        if self._gathered is None:
-            self._gathered = self._new_gathered(self.flats, async_op)
+    def start_gather(self, async_op: bool = True, after: Iterable[Unit] = ()) -> None:
+        """Start to gather, unless that was done already. Collective.
 
-    def gather(self) -> GatheredParameters:
+        The units ``after`` come next: as long as they are small, a common message gathers them.
+        """
+        if self._gathered is None:
+            together = [self, *self._small(after)]
+            made = _gathered_together([(unit, unit.flats) for unit in together], async_op)
+            for unit, gathered in zip(together, made, strict=True):
+                unit._gathered = gathered
+                _units_of_pass().setdefault(unit, [])
+
+    def _small(self, after: Iterable[Unit]) -> Iterator[Unit]:
+        """The first of the units ``after`` that fit into a message with this unit."""
+        room, group = TOGETHER_BYTES - self._full_bytes(), self.owner.shard_group
+        for unit in dict.fromkeys(after):
+            if room < 0 or unit.owner.shard_group is not group:
+                return
+            if unit is not self and unit.phase == "sharded":
+                if torch._C._current_graph_task_id() == -1:
+                    unit.look()
+                room -= unit._full_bytes()
+                if room >= 0:
+                    yield unit
+
+    def _full_bytes(self) -> int:
+        return sum(flat.full_bytes for flat in self.flats)
+
+    def gather(self, after: Iterable[Unit] = ()) -> GatheredParameters:
         """Gather the full parameters, unless in memory, and return them. Collective; blocks."""
-        self.start_gather(async_op=False)
+        self.start_gather(async_op=False, after=after)
         assert self._gathered is not None
         self._gathered.finish()
         return self._gathered
-
-    def _new_gathered(self, flats: list[Flat], async_op: bool = False) -> GatheredParameters:
-        if any(lacks_memory(shard) for flat in flats for shard in flat.shards):
-            raise RuntimeError(
-                f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
-                f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
-            )
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._gathers += 1
-        what = f"gather {self._gathers} of", "backward" if in_backward else "forward"
-        with torch.inference_mode(False), self._telling(*what, self._gathers, in_backward):
-            parts = [flat.gather(async_op) for flat in flats]
-        return GatheredParameters(parts, self._version(), flats)
 
     def unshard(self) -> None:
         """Gather, and let attribute access find full parameters. Collective; blocks."""
@@ -325,11 +341,19 @@ class Unit:
             self.gather()
             self._install()
 
-    def _telling(self, what: str, where: str, *numbers: int) -> carrying:
-        """A context in whose collectives ranks compare ``numbers`` and the unit's parameters."""
-        digests = [digest_of(param.sharded) for param in self.params]
-        digest = carried(hash((self._known_as, *numbers, *digests)))
-        return carrying(digest, Purpose(f"{what} {self._text} {OF_A_UNIT} {where}"))
+    def _check_memory(self, flats: Sequence[Flat]) -> None:
+        on_meta = [flat for flat in flats if flat.device.type == "meta"]
+        if any(lacks_memory(shard) for flat in on_meta for shard in flat.shards):
+            raise RuntimeError(
+                f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
+                f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
+            )
+
+    def _digest(self, *numbers: int) -> int:
+        """A digest of ``numbers`` and of the unit's parameters."""
+        return hash(
+            (self._known_as, *numbers, *[digest_of(param.sharded) for param in self.params])
+        )
 
     def reshard(self) -> None:
         """Leave only shards to the modules; drop full parameters. Local.
@@ -347,23 +371,23 @@ class Unit:
         """Let attribute access find the full parameters, with a new node in the graph. Local."""
         assert self._gathered is not None
         pairs = list(self._gathered.fulls)
-        trained = [pair for pair in pairs if pair[0].local.requires_grad]
-        in_graph: dict[int, Tensor] = {}
-        if trained and torch.is_grad_enabled():
-            params = [param for param, _ in trained]
-            ends = (partial(self._reduce_trained, self._gathered.flats), self._gather_again)
-            made = GatherParameters.apply(  # type: ignore[no-untyped-call]
-                ends, params, [full for _, full in trained], *[param.local for param in params]
-            )
-            in_graph = dict(zip(map(id, params), made, strict=True))
+        values: dict[int, Any] = {}
+        if torch.is_grad_enabled():
+            trained = [(p, full, local) for p, full in pairs if (local := p.local).requires_grad]
+            if trained:
+                params, fulls, shards = zip(*trained, strict=True)
+                ends = (partial(self._reduce_trained, self._gathered.flats), self._gather_again)
+                made = GatherParameters.apply(ends, params, fulls, *shards)
+                values = dict(zip(map(id, params), made, strict=True))
         for param, full in pairs:
-            value: Any = in_graph.get(id(param))
+            value = values.get(id(param))
             if value is None:
                 value = full.detach()
             if param.tensor_parallel is not None:
                 value = wrap(value, param.tensor_parallel, digest_of(param.sharded))
             attributes = vars(param.sharded)
-            vars(value).update({k: v for k, v in attributes.items() if not k.startswith("_")})
+            for key in [key for key in attributes if key[:1] != "_"]:
+                vars(value)[key] = attributes[key]
             for module, name in param.places:
                 module.__dict__[name] = value
         self._installed, self._task = [p for p, _ in pairs], torch._C._current_graph_task_id()
@@ -424,7 +448,8 @@ class Unit:
         else:
             self._around = tuple(_running.stack)
             self._look_before(run)
-        gathered = self.gather()
+        ahead = () if again else run.next_units()
+        gathered = self.gather(ahead[1:] if ahead and ahead[0] is self else ())
         gathered.seen_by = run
         use = Use(self, gathered, run)
         run.units.append(self)
@@ -447,8 +472,12 @@ class Unit:
         """Before forward: take over changed parameters, drop full ones out of date. Collective."""
         self.look()
         gathered = self._gathered
-        if gathered is not None and gathered.seen_by is not run and gathered.parts:
+        if gathered is None or not gathered.parts:
+            return
+        if gathered.seen_by is not run:
             self._drop_if_changed(gathered)
+        else:
+            self._drop_stale()  # written since it was gathered ahead
 
     def _drop_if_changed(self, gathered: GatheredParameters) -> None:
         """Drop full parameters if any rank's shard values have changed. Collective."""
@@ -465,16 +494,13 @@ class Unit:
             self.reshard()
 
     def _gather_ahead(self, run: Run) -> None:
-        ahead = self.forward_prefetch
-        if ahead is None:
-            after = run.next_unit()
-            ahead = [] if after is None else [after]
+        """Start to gather the modules that the program named, or else that come next."""
+        after = run.next_units() if self.forward_prefetch is None else []
+        ahead = after[:1] if self.forward_prefetch is None else self.forward_prefetch
         for unit in ahead:
             if unit.phase == "sharded":
                 unit.look()
-                unit.start_gather()
-                assert unit._gathered is not None
-                unit._gathered.seen_by = run
+                unit.start_gather(after=after[1:])
 
     def _show_first_layers(self, run: Run, around: ExitStack, again: bool) -> None:
         """Install the weights that torch's encoders read before they call a layer. Collective."""
@@ -567,11 +593,11 @@ class Unit:
         if use.flats is not self.flats:  # the modules have new buffers since, and show them
             for flat in use.flats:
                 flat.check_dtype()
-            gathered = self._new_gathered(use.flats)
+            (gathered,) = _gathered_together([(self, use.flats)])
             gathered.finish()
         else:
             self._drop_stale()
-            gathered = self.gather()
+            gathered = self.gather(use.units_before())
             if not self._installed:
                 self._gathered = None  # saved tensors keep it
         _units_of_pass().setdefault(self, []).append(weakref.ref(use))
@@ -583,14 +609,11 @@ class Unit:
             self.reshard()
 
     def _gather_ahead_in_backward(self, use: Use) -> None:
-        ahead = self.backward_prefetch
-        if ahead is None:
-            before = use.run.uses[use.number - 1]() if use.number else None
-            ahead = [before.unit] if before is not None and before.gathered is None else []
+        before = list(use.units_before()) if self.backward_prefetch is None else []
+        ahead = before[:1] if self.backward_prefetch is None else self.backward_prefetch
         for unit in ahead:
             if unit.phase == "sharded":
-                unit.start_gather()
-                _units_of_pass().setdefault(unit, [])
+                unit.start_gather(after=before[1:])
 
     def _release(self) -> None:
         """Free the parameters that backward has installed, unless autograd saved them. Local."""
@@ -616,6 +639,8 @@ class Unit:
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Call :meth:`_reduce` for trained parameters; None for frozen parameters."""
+        if all(param.local.requires_grad for param in params):
+            return self._reduce(flats, params, grads)
         trained = [pair for pair in zip(params, grads, strict=True) if pair[0].local.requires_grad]
         shards = self._reduce(flats, [p for p, _ in trained], [grad for _, grad in trained])
         by_param = dict(zip([id(p) for p, _ in trained], shards, strict=True))
@@ -630,7 +655,8 @@ class Unit:
         """Reduce gradients of full parameters to gradients of this rank's shards. Collective."""
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
             self._release()
-        grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
+        if self._deferred:
+            grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
         how = self.reduction
         if not (how.is_due and (how.reduces_replicas or self.owner.replicate_group is None)):
             self._defer(params, grads)
@@ -638,25 +664,22 @@ class Unit:
         grad_of = dict(zip(map(id, params), grads, strict=True))
         shards: dict[int, Tensor | None] = {}
         for flat in flats:
-            kinds: dict[torch.dtype, list[ShardedParam]] = {}
+            kinds: dict[torch.dtype, list[tuple[ShardedParam, torch.dtype | None]]] = {}
             for param in flat.params:
                 if id(param) in grad_of:
-                    kinds.setdefault(flat.reduce_dtype(param), []).append(param)
-            for mine in kinds.values():
-                reduced = self._reduce_together(flat, mine, [grad_of[id(p)] for p in mine])
+                    dtype = param.grad_dtype
+                    kinds.setdefault(flat.reduce_dtype(dtype), []).append((param, dtype))
+            for pairs in kinds.values():
+                mine, dtypes = zip(*pairs, strict=True)
+                passes = call_counts_of(mine[0].spec.mesh).passes
+                what = Purpose(f"the gradients of {self._text} {OF_A_UNIT} backward")
+                with carrying(carried(self._digest(passes)), what):
+                    grads = [grad_of[id(param)] for param in mine]
+                    reduced = flat.reduce(mine, dtypes, grads, self.reduction)
+                for param in mine:
+                    call_counts_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
                 shards.update(zip(map(id, mine), reduced, strict=True))
         return [shards[id(param)] for param in params]
-
-    def _reduce_together(
-        self, flat: Flat, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Gradients of shards in one buffer; collectives carry the pass's digest. Collective."""
-        passes = call_counts_of(params[0].spec.mesh).passes
-        with self._telling("the gradients of", "backward", passes):
-            reduced = flat.reduce(params, grads, self.reduction)
-        for param in params:
-            call_counts_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
-        return reduced
 
     def _gather_again(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor | None]
@@ -727,6 +750,30 @@ class Unit:
         copied._gathered, copied._deferred = None, {}
         copied._depth, copied._installed = 0, []
         return copied
+
+
+def _gathered_together(
+    units: Sequence[tuple[Unit, list[Flat]]], async_op: bool = False
+) -> list[GatheredParameters]:
+    """The full parameters of buffers of each unit, gathered or being gathered. Collective.
+
+    Ranks compare how often the units were gathered, and their parameters.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    for unit, flats in units:
+        unit._check_memory(flats)
+        unit._gathers += 1
+    first, digests = units[0][0], [unit._digest(unit._gathers, in_backward) for unit, _ in units]
+    more = f" with {len(units) - 1} small units after it" if len(units) > 1 else ""
+    where = "backward" if in_backward else "forward"
+    what = Purpose(f"gather {first._gathers} of {first._text}{more} {OF_A_UNIT} {where}")
+    outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with outside, carrying(carried(hash(tuple(digests))), what):
+        parts = iter(gather([flat for _, flats in units for flat in flats], async_op))
+        return [
+            GatheredParameters([next(parts) for _ in flats], unit._version(), flats)
+            for unit, flats in units
+        ]
 
 
 def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
