@@ -18,7 +18,7 @@ import torch
 import tilework.distributed as dist
 from tilework.comm.backends.control_channel import ControlChannel
 from tilework.comm.backends.hybrid.host_ranks import Hosts
-from tilework.comm.backends.hybrid.meeting_engine import Connections, Link
+from tilework.comm.backends.hybrid.meeting_engine import Connections
 from tilework.comm.backends.torch import torch_engines
 from tilework.comm.backends.torch.compared_engine import ComparedEngine
 from tilework.comm.backends.torch.movers import Mover
@@ -69,10 +69,9 @@ def group(
     mover: RecordingMover,
     monkeypatch: pytest.MonkeyPatch,
 ) -> GlooGroup:
-    link = Link("gloo", None, mover.interrupt)
-    connections = Connections(ControlChannel({}), {}, link, None)
-    engine = ComparedEngine(mover, "off", Hosts(((0,), (1,)), 0), (0, 1), connections)
-    group = GlooGroup(engine, request_)
+    hosts = Hosts(((0,), (1,)), 0)
+    connections = Connections(hosts, (0, 1), ControlChannel({}), {}, mover, None)
+    group = GlooGroup(ComparedEngine("off", connections), request_)
     group.devices = ("cpu", "meta")
     group.global_ranks = (0, 1)
     stream = SimpleNamespace(synchronize=lambda: mover.note("synchronized"))

@@ -427,9 +427,9 @@ class MpiMover(Mover):
         return _Requests(self._collectives, operation, self.rank).start()
 
     def interrupt(self) -> None:
-        for link in (self.backend, self._collectives):
-            if link is not None:
-                link.abort()
+        super().interrupt()
+        if self._collectives is not None:
+            self._collectives.abort()
 
     def release(self) -> None:
         if self._collectives is not None:

@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Final
 from tilework.comm.backend import Backend, DistributedBackendOptions
 from tilework.comm.backends.hybrid.hosts import share_memory
 from tilework.comm.backends.hybrid.hybrid_engine import HybridEngine
-from tilework.comm.backends.hybrid.meeting_engine import Connections, Link, connect_hosts
+from tilework.comm.backends.hybrid.meeting_engine import connect_hosts
 from tilework.comm.backends.native import NativeGroup
-from tilework.comm.backends.network_interfaces import reachable_address
-from tilework.comm.backends.torch.movers import end_connections
+from tilework.comm.backends.torch.movers import GlooMover, Mover
 from tilework.comm.backends.torch.torch_engines import (
     check_available,
     make_gloo_backend,
@@ -62,20 +61,17 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
     if len(hosts.ranks) == 1:
         shared.engine.name = HybridEngine.name
         return shared
-    address = reachable_address(request.store)
     with contextlib.ExitStack() as undo:
         undo.callback(shared.close)
-        control, leaders = connect_hosts(request, hosts, undo)
-        link = _LINKS[name](request, address)
-        connections = Connections(control, leaders, link, shared.engine)
+        make_link = partial(_LINKS[name], request)
+        connections = connect_hosts(request, hosts, shared.engine, make_link)
         undo.pop_all()
     if shared.registers is not None:
         shared.registers.leave(shared.rank())  # one host's registers; this group's is in the store
-    engine = HybridEngine(hosts, request.global_ranks_in_group, connections)
-    return HybridGroup(engine, request)
+    return HybridGroup(HybridEngine(connections), request)
 
 
-def _connect_gloo(request: DistributedBackendOptions, address: str) -> Link:
+def _connect_gloo(request: DistributedBackendOptions, address: str) -> Mover:
     try:
         backend = make_gloo_backend(
             replace(request, store=PrefixStore("link", request.store)), address
@@ -86,18 +82,16 @@ def _connect_gloo(request: DistributedBackendOptions, address: str) -> Link:
         raise DistBackendError(
             f"gloo could not connect the hosts of group {request.group_id!r}: {error}"
         ) from error
-    end = partial(end_connections, backend, request.group_rank, request.group_size)
-    return Link(Backend.GLOO, backend, end)
+    return GlooMover(backend, request, Backend.GLOO)
 
 
-def _connect_mpi(request: DistributedBackendOptions, address: str) -> Link:
+def _connect_mpi(request: DistributedBackendOptions, address: str) -> Mover:
     from tilework.comm.backends.mpi import MpiLink, connect
 
-    link = MpiLink(connect(request), request.timeout)
-    return Link(Backend.MPI, link, link.abort)
+    return Mover(MpiLink(connect(request), request.timeout), request, Backend.MPI)
 
 
-_LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Link]]] = {
+_LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Mover]]] = {
     Backend.GLOO: _connect_gloo,
     Backend.MPI: _connect_mpi,
 }

@@ -5,7 +5,7 @@ See :mod:`.hybrid_backend`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tilework.comm import provenance_digest
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
-from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.host_steps import STEPS
 from tilework.comm.backends.hybrid.meeting_engine import COLLECTIVES, Connections, MeetingEngine
 from tilework.comm.backends.shm.shm_group import ShmEngine
@@ -32,10 +31,10 @@ class HybridEngine(MeetingEngine):
     name = "hybrid"
     _shm: ShmEngine
 
-    def __init__(self, hosts: Hosts, global_ranks: Sequence[int], connections: Connections) -> None:
+    def __init__(self, connections: Connections) -> None:
         #: The transfers of the running operation.
         self._in_flight: list[_Transfers] = []
-        super().__init__(hosts, global_ranks, connections)
+        super().__init__(connections)
 
     def perform(self, operation: Operation) -> None:
         self.begin(operation)

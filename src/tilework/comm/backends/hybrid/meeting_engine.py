@@ -31,6 +31,7 @@ from tilework.comm.backends.operation_header import compare_calls
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.shm.shm_group import ShmEngine
 from tilework.comm.backends.tensor_memory import as_bytes
+from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import said_by
 from tilework.comm.forms import Operation
 from tilework.store import PrefixStore
@@ -52,26 +53,16 @@ COLLECTIVES = 0
 class Connections:
     """The connections of a rank to the other ranks."""
 
+    hosts: Hosts
+    global_ranks: Sequence[int]
     #: Carries messages about operations to all ranks, also of other hosts.
     control: ControlChannel
     #: On the first rank of a host: connections to the other hosts' first ranks, by host.
     leaders: dict[int, socket.socket]
-    #: Moves the elements of tensors between hosts.
-    link: Link
+    #: Moves the elements of tensors, of messages at least.
+    link: Mover
     #: The engine of this host's ranks in shared memory; None if each rank is alone.
     shared: ShmEngine | None
-
-
-@dataclass(frozen=True)
-class Link:
-    """The object that moves tensors between hosts, with its name and a way to end its waits."""
-
-    #: The name of the backend, for messages.
-    name: str
-    #: torch's Gloo object, or an object with the same ``send`` and ``recv``.
-    backend: Any
-    #: Makes every wait on the link fail.
-    end: Callable[[], object]
 
 
 class MeetingEngine(PythonEngine):
@@ -80,14 +71,13 @@ class MeetingEngine(PythonEngine):
     #: False if the link ignores the tags of messages.
     matches_tags = True
 
-    def __init__(self, hosts: Hosts, global_ranks: Sequence[int], connections: Connections) -> None:
-        super().__init__(hosts.me, global_ranks)
-        self.hosts = hosts
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections.hosts.me, connections.global_ranks)
+        self.hosts = connections.hosts
         self._shm = connections.shared
         self._control = connections.control
         self._leaders = connections.leaders
-        self._link: Link | None = connections.link
-        self._link_name = connections.link.name
+        self._link = connections.link
         self._messages = PointToPoint(self, self.matches_tags)
         self._changed = threading.Condition()
         self._performed = 0
@@ -108,7 +98,7 @@ class MeetingEngine(PythonEngine):
         self._failures: list[str | None] = [None] * self.size
         #: By host: the missing ranks there, as reported by ranks of that host.
         self._missing: dict[int, list[int]] = {}
-        self._control.start(self, f"tilework-control-{hosts.me}")
+        self._control.start(self, f"tilework-control-{self.rank}")
 
     # -- the meeting ---------------------------------------------------------------------
 
@@ -243,9 +233,10 @@ class MeetingEngine(PythonEngine):
         "recv"); return torch's Work.
         """
         self._sent_bytes += memory.nbytes if way == "send" else 0
-        if self._link is None:
+        backend = self._link.backend
+        if backend is None:
             raise RuntimeError("closed")
-        return getattr(self._link.backend, way)([memory], rank, tag)
+        return getattr(backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
         """The seconds until the running operation times out, at least 0.1."""
@@ -286,7 +277,7 @@ class MeetingEngine(PythonEngine):
         detail = said_by(str(error))
         ranks = tuple(self._died or self._left) or ((peer,) if peer >= 0 else ())
         late = "timed out" in str(error).lower() and not self._died
-        return ("timeout" if late else "peer_lost", ranks, f"{self._link_name}: {detail}")
+        return ("timeout" if late else "peer_lost", ranks, f"{self._link.name}: {detail}")
 
     # -- messages ------------------------------------------------------------------------
 
@@ -441,10 +432,9 @@ class MeetingEngine(PythonEngine):
 
     def interrupt(self) -> None:
         self._control.wake()
-        link = self._link
-        if link is not None and self.may_wait():
+        if self._link.backend is not None and self.may_wait():
             with self._ending:
-                link.end()
+                self._link.interrupt()
             if self._ended_at is None:
                 self._ended_at = time.monotonic()
 
@@ -462,7 +452,7 @@ class MeetingEngine(PythonEngine):
         self._control.close()
         for line in self._leaders.values():
             line.close()
-        self._link = None
+        self._link.release()
 
 
 def _read(line: socket.socket, memory: memoryview) -> int | None:
@@ -481,14 +471,30 @@ def _read(line: socket.socket, memory: memoryview) -> int | None:
 
 
 def connect_hosts(
-    request: DistributedBackendOptions, hosts: Hosts, undo: contextlib.ExitStack
-) -> tuple[ControlChannel, dict[int, socket.socket]]:
-    """A control channel between all ranks; and on the first rank of each host connections to those
-    of the other hosts. Collective; blocks. ``undo`` closes them if the caller fails.
+    request: DistributedBackendOptions,
+    hosts: Hosts,
+    shared: ShmEngine | None,
+    make_link: Callable[[str], Mover],
+) -> Connections:
+    """Connect all ranks by a control channel, the first ranks of hosts to each other, and by a
+    link, made for an address of this host. Collective; blocks.
     """
     address = "127.0.0.1" if not hosts.others else reachable_address(request.store)
-    control = ControlChannel(connect_all(request, address))
-    undo.callback(control.close)
+    with contextlib.ExitStack() as undo:
+        control = ControlChannel(connect_all(request, address))
+        undo.callback(control.close)
+        leaders = _connect_leaders(request, hosts, address)
+        for leader in leaders.values():
+            undo.callback(leader.close)
+        link = make_link(address)
+        undo.pop_all()
+    return Connections(hosts, request.global_ranks_in_group, control, leaders, link, shared)
+
+
+def _connect_leaders(
+    request: DistributedBackendOptions, hosts: Hosts, address: str
+) -> dict[int, socket.socket]:
+    """On the first rank of each host connections to those of the other hosts, by host."""
     leaders: dict[int, socket.socket] = {}
     if hosts.others and not hosts.local_rank:
         ranks = [ranks[0] for ranks in hosts.ranks]
@@ -501,9 +507,8 @@ def connect_hosts(
         )
         leaders = connect_all(among_leaders, address)
     for leader in leaders.values():
-        undo.callback(leader.close)
         leader.settimeout(LOOK_SECONDS)
-    return control, leaders
+    return leaders
 
 
 def _place(

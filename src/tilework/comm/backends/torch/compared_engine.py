@@ -7,12 +7,11 @@ that do not block.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 from tilework.comm.backends.engine_protocol import Fault
-from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.meeting_engine import (
     ASK_SECONDS,
     Connections,
@@ -20,7 +19,6 @@ from tilework.comm.backends.hybrid.meeting_engine import (
 )
 from tilework.comm.backends.python_engine import poll
 from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
-from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import said_by
 from tilework.comm.forms import SCANS, Operation
 from tilework.comm.waits import by_rank
@@ -51,19 +49,13 @@ class ComparedEngine(MeetingEngine):
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)
     watches = True
 
-    def __init__(
-        self,
-        mover: Mover,
-        amount: str,
-        hosts: Hosts,
-        global_ranks: Sequence[int],
-        connections: Connections,
-    ) -> None:
-        self.name, self.mover, self.amount = mover.name, mover, amount
+    def __init__(self, amount: str, connections: Connections) -> None:
+        self.mover = connections.link
+        self.name, self.amount = self.mover.name, amount
         self._moving = False
         #: Why the engine lacks an operation; "" if it has it. All ranks ask once they have agreed.
         self.refusal: Callable[[Operation], str] = lambda operation: ""
-        super().__init__(hosts, global_ranks, connections)
+        super().__init__(connections)
 
     def check_open(self) -> None:
         if self._failed is not None:  # the abort that follows says more
@@ -163,10 +155,6 @@ class ComparedEngine(MeetingEngine):
 
     def may_wait(self) -> bool:
         return self._moving or bool(self._waits.running)
-
-    def release(self) -> None:
-        super().release()
-        self.mover.release()
 
 
 def _is_late(error: RuntimeError) -> bool:

@@ -7,7 +7,7 @@ import os
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.hybrid.host_ranks import Hosts
-from tilework.comm.backends.hybrid.meeting_engine import Connections, Link, connect_hosts
+from tilework.comm.backends.hybrid.meeting_engine import connect_hosts
 from tilework.comm.backends.torch.compared_engine import (
     ALL,
     AMOUNTS,
@@ -43,12 +43,9 @@ def compared(mover: Mover, request: DistributedBackendOptions) -> ComparedEngine
             shared = group.engine
             if group.registers is not None:
                 group.registers.leave(group.rank())
-        control, leaders = connect_hosts(request, hosts, undo)
-        link = Link(mover.name, mover.backend, mover.interrupt)
+        connections = connect_hosts(request, hosts, shared, lambda address: mover)
         undo.pop_all()
-    connections = Connections(control, leaders, link, shared)
-    kind = ComparedEngine if mover.blocks else StreamEngine
-    return kind(mover, amount, hosts, request.global_ranks_in_group, connections)
+    return (ComparedEngine if mover.blocks else StreamEngine)(amount, connections)
 
 
 def _agreed_amount(request: DistributedBackendOptions) -> str:

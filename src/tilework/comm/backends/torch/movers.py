@@ -1,4 +1,4 @@
-"""Objects that move the data of a rank's end of a group, on a backend of torch."""
+"""Objects that move the data of a rank's end of a group, on a backend of torch or of MPI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _NEVER_SENT = 0x7FFF_FFFE
 
 
 class Mover:
-    """A rank's end of a group on a backend of torch. It moves data, and knows nothing of faults."""
+    """A rank's end of a group on ``backend``: an object of torch, or with the same ``send`` and
+    ``recv``. It moves data, and knows nothing of faults.
+    """
 
     #: True if an operation ends on a thread that waits, False if on a device's streams.
     blocks = True
@@ -32,22 +34,28 @@ class Mover:
 
     def interrupt(self) -> None:
         """Make every wait fail."""
-        if self.backend is not None:
-            end_connections(self.backend, self.rank, self.size)
+        backend = self.backend  # another thread may release it
+        if backend is not None:
+            backend.abort()
 
     def release(self) -> None:
         """Free connections and memory."""
         self.backend = None
 
 
+class GlooMover(Mover):
+    """A mover on torch's Gloo, whose abort() ends nothing."""
+
+    def interrupt(self) -> None:
+        backend = self.backend
+        if backend is not None:
+            end_connections(backend, self.rank, self.size)
+
+
 class StreamMover(Mover):
     """A mover whose operations run on a device's streams: no operation blocks a thread."""
 
     blocks = False
-
-    def interrupt(self) -> None:
-        if self.backend is not None:
-            self.backend.abort()
 
     def release(self) -> None:
         """End the communicators, whose threads would outlive the group."""

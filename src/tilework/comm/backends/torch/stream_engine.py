@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
-from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.meeting_engine import Connections
 from tilework.comm.backends.python_engine import OwnCompletion, Waits
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.compared_engine import OFF, ComparedEngine
-from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.forms import Operation
 
 #: Seconds from a call until the thread compares: a burst of calls wakes the thread once.
@@ -73,20 +71,13 @@ class StreamEngine(ComparedEngine):
 
     matches_tags = False
 
-    def __init__(
-        self,
-        mover: Mover,
-        amount: str,
-        hosts: Hosts,
-        global_ranks: Sequence[int],
-        connections: Connections,
-    ) -> None:
+    def __init__(self, amount: str, connections: Connections) -> None:
         #: The calls that were not compared yet.
         self._calls: deque[tuple[Operation, PythonCompletion]] = deque()
         self._comparing = threading.Lock()
         self._called = threading.Event()
         self._watcher: threading.Thread | None = None
-        super().__init__(mover, amount, hosts, global_ranks, connections)
+        super().__init__(amount, connections)
 
     def perform(self, operation: Operation) -> None:
         self.begin(operation)
@@ -127,9 +118,11 @@ class StreamEngine(ComparedEngine):
 
     def _watch(self) -> None:
         """Compare calls that nobody waits for."""
-        while self._called.wait() and not self.closed:
+        while self._called.wait():
             time.sleep(_PATIENCE)
             self._called.clear()
+            if self.closed:  # asked after the call to look is taken
+                return
             with self._comparing:
                 self._compare_until(None)
 

@@ -24,7 +24,7 @@ from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.python_engine import poll
 from tilework.comm.backends.torch.compared_engine import EXPLAIN_SECONDS, ComparedEngine
 from tilework.comm.backends.torch.comparing import compared
-from tilework.comm.backends.torch.movers import Mover, StreamMover
+from tilework.comm.backends.torch.movers import GlooMover, Mover, StreamMover
 from tilework.comm.backends.torch.torch_calls import c10d, kind_of
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import ProcessGroup, Work
@@ -278,7 +278,7 @@ def check_available(name: str) -> None:
 
 
 ENGINES: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
-    "gloo": _engine("gloo", _make_gloo, Mover, GlooGroup),
+    "gloo": _engine("gloo", _make_gloo, GlooMover, GlooGroup),
     "nccl": _engine("nccl", _make_nccl, StreamMover, NcclGroup),
     "ucc": _engine("ucc", _make_ucc, StreamMover, EngineGroup),
     "mpi": _engine("mpi", _make_mpi, Mover, EngineGroup),
