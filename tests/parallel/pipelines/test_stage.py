@@ -117,6 +117,13 @@ def _checkpoints(m: Any, x: Tensor) -> Any:
     return m.d(checkpoint(m.c, m.a(x), use_reentrant=False))
 
 
+def _writes_out(m: Any, x: Tensor) -> Any:
+    a, double = m.a(x), torch.empty(x.shape)
+    with torch.no_grad():
+        torch.mul(a, 2, out=double)
+    return m.d(m.c(m.b(a)) + double)
+
+
 def _ends_later(m: Any, x: Tensor) -> Any:
     m.times = getattr(m, "times", 0) + 1
     return m.a(x) if m.times > 1 else m.d(m.c(m.a(x)))
@@ -134,6 +141,7 @@ def _ends_later(m: Any, x: Tensor) -> Any:
         (_sizes, "needs the values of a tensor that stage 0 makes"),
         (_draws, "draws random numbers before stage 1"),
         (_writes, "writes in stage 1 to a tensor that stage 0 makes"),
+        (_writes_out, "writes in stage 0 to a tensor that every stage makes"),
         (_writes_input, "writes to an input"),
         (_writes_buffer, "writes to the buffer count, which every stage has"),
         (_replaces_buffer, "writes to the buffer count, which every stage has"),
@@ -142,6 +150,20 @@ def _ends_later(m: Any, x: Tensor) -> Any:
 def test_what_a_stage_cannot_do_alone_is_refused_by_name(how: Any, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         piped(plan, chain(how), ["c"])
+
+
+def _recomputes(m: Any, x: Tensor) -> Any:
+    return m.d(m.c(checkpoint(m.b, m.a(x), use_reentrant=False)))
+
+
+def _turns(m: Any, x: Tensor) -> Any:
+    a = (m.a(x) * 1).t_()
+    return m.d(m.c(a.t()) + torch.ones(a.shape[1], 1))
+
+
+@pytest.mark.parametrize("how", [_recomputes, _turns])
+def test_between_modules_of_a_stage_forward_is_free(how: Any) -> None:
+    assert_equal(piped(plan, chain(how), ["c"])[1], alone(3, chain(how))[1])
 
 
 def test_a_part_is_named_as_the_model_and_cannot_be_called_alone() -> None:

@@ -166,7 +166,7 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return Ghost(value, position, call_site() if walk is not None and walk.notes else "")
 
     lowered = tree_map(lower, (args, dict(kwargs)))
-    _check_writes(func, args, walk)
+    _check_writes(func, args, kwargs, walk)
     try:
         result = call_on_meta(func, *lowered)
     except (NotImplementedError, RuntimeError) as error:
@@ -179,16 +179,20 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             f"the shapes of values from other stages: move the cut behind this line, or let the "
             f"line depend on inputs alone"
         ) from error
+    if torch.Tag.inplace_view in func.tags:  # as transpose_: the ghost gets the new shape, too
+        with torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)
     return tree_map(lift, result)
 
 
-def _check_writes(func: Any, args: Any, walk: Walk | None) -> None:
+def _check_writes(func: Any, args: Any, kwargs: Mapping[str, Any], walk: Walk | None) -> None:
     """Note writes, and refuse those between modules that another stage would not see."""
     if walk is None:
         return
-    for schema, value in zip(func._schema.arguments, args, strict=False):
+    for number, schema in enumerate(func._schema.arguments):
         if schema.alias_info is None or not schema.alias_info.is_write:
             continue
+        value = args[number] if number < len(args) else kwargs.get(schema.name)
         if isinstance(value, Ghost):
             walk.written.append((value, walk.position))
         if not walk.is_inside and (not isinstance(value, Ghost) or value.made_by != walk.position):
@@ -498,12 +502,7 @@ class Gate(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's result; of another stage's unit, ghosts."""
         walk = _current.walk
-        if walk is None:
-            raise RuntimeError(
-                f"{self.name} is in stage {self.stage} of a pipeline: call the stages by "
-                f"Stages.step() or Stages.evaluate()"
-            )
-        return walk.call(self, args, kwargs)
+        return self.unit()(*args, **kwargs) if walk is None else walk.call(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unit(), name)
@@ -514,6 +513,15 @@ class Elsewhere(Gate):
 
     def __init__(self, unit: nn.Module, name: str, stage: int) -> None:
         super().__init__(unit, name, stage, is_here=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ghosts."""
+        if _current.walk is None:
+            raise RuntimeError(
+                f"{self.name} is in stage {self.stage} of a pipeline: call the stages by "
+                f"Stages.step() or Stages.evaluate()"
+            )
+        return super().__call__(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """The stage."""
