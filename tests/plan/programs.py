@@ -15,8 +15,10 @@ from tilework.parallel import (
     ColwiseParallel,
     DistributedDataParallel,
     RowwiseParallel,
+    Schedule,
     fully_shard,
     parallelize_module,
+    pipeline,
 )
 
 
@@ -82,8 +84,33 @@ def attention() -> None:
     F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean().backward()  # type: ignore[no-untyped-call]
 
 
+class Masked(nn.Module):
+    """Blocks, between which values that other stages have meet inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * mask
+        return x
+
+
+def staged() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    plan = Schedule.one_forward_one_backward(mesh.size(), microbatches=3)
+    stages = pipeline(Masked(), mesh, schedule=plan)
+    optimizer = torch.optim.SGD(stages.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        x = torch.randn(96, 10)
+        stages.step(x, x[:, :1], target=x, loss=F.mse_loss, weight="rows")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (ddp, sharded, tensor_parallel, two_axes, attention)
+    each.__name__: each for each in (ddp, sharded, tensor_parallel, two_axes, attention, staged)
 }
 
 

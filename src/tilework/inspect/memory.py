@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from tilework.comm.per_call.internal import lacks_memory
+from tilework.comm.per_call.internal import has_memory, lacks_memory
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import local_tensor_of, tensors_in
@@ -383,10 +383,14 @@ def _storages(tensor: Tensor) -> Iterator[Any]:
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
-    elif tensor.layout is torch.strided and not lacks_memory(tensor):
+    elif tensor.layout is torch.strided and (has_memory(tensor) or _is_pretended(tensor)):
         yield tensor.untyped_storage()
     for name in _PARTS.get(tensor.layout, ()):
         yield getattr(torch.ops.aten, name)(tensor).untyped_storage()
+
+
+def _is_pretended(tensor: Tensor) -> bool:
+    return tensor.is_meta and not lacks_memory(tensor)
 
 
 _ROWS = ("crow_indices", "col_indices", "values")

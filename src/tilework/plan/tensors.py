@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tilework.comm.per_call.internal import Pretence, call_site
+from tilework.dtensor import DTensor
 from tilework.dtensor.internal import tensors_in
 from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
@@ -92,6 +93,8 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(not issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # as of a tensor that another stage of a pipeline has
         kwargs = dict(kwargs or {})
         tensors = tensors_in((args, kwargs))
         if not self.has_infinities and math.inf in map(_size, args) and not _compares(func):

@@ -223,7 +223,7 @@ class Execution:
             loss = self.options.loss(result, *(() if mine.target is None else (mine.target,)))
         else:
             loss = _zero_of(result)
-        self.losses[number] = loss.detach()
+        self.losses[number] = loss.detach().clone()  # mse_loss gives numbers a batch's memory
         weighted = loss if mine.weight == 1 else loss * mine.weight
         scaler = self.options.scaler
         return weighted if scaler is None else scaler.scale(weighted)

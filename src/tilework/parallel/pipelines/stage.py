@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 
-from tilework.comm.per_call.internal import call_site, lacks_memory, unrecorded
+from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
 from tilework.parallel.pipelines.split import CallOrder, Split, copied, stage_of
 from tilework.show import bytes_text
@@ -107,12 +107,14 @@ class Ghost(Tensor):
 
     @staticmethod
     @unrecorded
-    def __new__(cls, like: Tensor, made_by: int, origin: str = "", parameter: str = "") -> Ghost:
-        without_memory = lacks_memory(like)
-        shadow = like.detach() if without_memory else torch.empty_like(like, device="meta")
-        walk, device = _current.walk, like.device
-        if without_memory:
-            device = torch.device("cpu") if walk is None else walk.device
+    def __new__(
+        cls,
+        shadow: Tensor,
+        device: torch.device,
+        made_by: int,
+        origin: str = "",
+        parameter: str = "",
+    ) -> Ghost:
         ghost: Ghost = Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=device
         )
@@ -145,6 +147,13 @@ class Ghost(Tensor):
         return self
 
 
+@unrecorded
+def _shadow_of(tensor: Tensor) -> Tensor:
+    """A tensor on ``meta``; on a rank that is pretended, where all tensors are, without memory."""
+    with torch.device("meta"):
+        return torch.empty_like(tensor, device="meta")
+
+
 def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     walk = _current.walk
     position = 0 if walk is None else walk.position
@@ -163,7 +172,9 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     def lift(value: Any) -> Any:
         if not isinstance(value, Tensor) or id(value) in of_shadow:
             return of_shadow.get(id(value), value)
-        return Ghost(value, position, call_site() if walk is not None and walk.notes else "")
+        device = next(iter(of_shadow.values())).device
+        origin = call_site() if walk is not None and walk.notes else ""
+        return Ghost(value, device, position, origin)
 
     lowered = tree_map(lower, (args, dict(kwargs)))
     _check_writes(func, args, kwargs, walk)
@@ -326,7 +337,9 @@ class GhostWalk(Walk):
         kept = list(leaves)
         for number, value in enumerate(leaves):
             if isinstance(value, Tensor):
-                ghost = value if isinstance(value, Ghost) else Ghost(value, self.position)
+                ghost: Any = value
+                if not isinstance(value, Ghost):
+                    ghost = Ghost(_shadow_of(value), self.device, self.position)
                 if ghost.key is None:
                     ghost.key, ghost.text = ("call", self.calls, number), name
                 leaves[number], kept[number] = ghost, ghost.shadow
@@ -436,7 +449,11 @@ class StageWalk(Walk):
             return super().call(gate, args, kwargs)
         self.enter(gate.name, gate.stage, (args, kwargs))
         call = self.route.calls[self.calls]
-        leaves = [Ghost(x, gate.stage) if isinstance(x, Tensor) else x for x in call.leaves]
+        with torch._C._DisableTorchDispatch():
+            aliases = [x.detach() if isinstance(x, Tensor) else x for x in call.leaves]
+        leaves = [
+            Ghost(x, self.device, gate.stage) if isinstance(x, Tensor) else x for x in aliases
+        ]
         for number, value in enumerate(leaves):
             self.values["call", self.calls, number] = [value]
         self.calls += 1
@@ -601,7 +618,7 @@ def make_part(
             path, _, key = name.rpartition(".")
             container = part.get_submodule(path)
             del container._parameters[key]
-            ghost = Ghost(model.get_parameter(name), of, parameter=name)
+            ghost = _ghost_of(device, of, name, model.get_parameter(name))
             object.__setattr__(container, key, ghost)
     part.__class__ = _class_of(type(model))
     object.__setattr__(part, "_stage", (split, stage, device))
@@ -627,12 +644,12 @@ class Twin:
             if name not in split.units:
                 return None
             of = split.units[name]
-            self.units[name] = copied(module, partial(_ghost_of, of), name=name)
+            self.units[name] = copied(module, partial(_ghost_of, device, of), name=name)
             return Gate(self.units[name], name, of)
 
         def own(name: str, tensor: Tensor) -> Tensor:
             of = split.own.get(name)
-            return tensor.clone() if of is None else _ghost_of(of, name, tensor)
+            return tensor.clone() if of is None else _ghost_of(device, of, name, tensor)
 
         self._model: nn.Module = copied(model, own, unit)
         self._routes: list[tuple[Any, Route]] = []  # torch 2.6 cannot hash a TreeSpec
@@ -701,8 +718,8 @@ def _random_state() -> bytes:
     return default_generator().get_state().numpy().tobytes()
 
 
-def _ghost_of(stage: int, name: str, tensor: Tensor) -> Tensor:
-    return Ghost(tensor, stage, parameter=name)
+def _ghost_of(device: torch.device, stage: int, name: str, tensor: Tensor) -> Tensor:
+    return Ghost(_shadow_of(tensor), device, stage, parameter=name)
 
 
 def _copy_of(value: Any) -> Any:
