@@ -91,6 +91,7 @@ def record_call(
     recorder, unseen = StepRecorder(before, book), Unseen(before, original.leaves)
     generators = generators_with_states(before)
     places = how.places if how.options else None
+    torch.clear_autocast_cache()  # else weights that were cast before the call are none of the call
     try:
         with Inputs(before, arguments, places, book) as inputs, recorder.recording():
             result = call.run()
