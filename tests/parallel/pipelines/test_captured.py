@@ -169,6 +169,17 @@ def test_halves_train_as_whole_backwards(layer: Any) -> None:
     torch.testing.assert_close(got, trained(whole(plan), layer, None), rtol=0, atol=0)
 
 
+def test_captured_stages_train_under_autocast() -> None:
+    def program(rank: int, capture: Any) -> list[Tensor]:
+        stages, (x, target) = stages_of(seeded(), one_f_one_b(2, 3), capture=capture), batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [stages.step(x, target=target, loss=F.mse_loss) for _ in range(3)]
+        return [*losses, *(p.grad for p in stages.parameters())]
+
+    got, expected = run_ranks(2, program, "python"), run_ranks(2, program, None)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def _recomputing(part: nn.Module) -> None:
     apply_activation_checkpointing(part, {nn.Sequential})
 

@@ -296,6 +296,7 @@ def test_other_results_are_refused_on_all_ranks(returns: Any, text: str) -> None
         ({"x": torch.ones(6, 3), "loss": None}, "the weight must be said"),
         ({"x": torch.ones(6, 3), "loss": None, "weight": "rows"}, "without a scalar loss"),
         ({"x": torch.ones(6, 3), "weight": lambda target: 0}, "counts no element"),
+        ({"x": torch.ones(6, 3, requires_grad=True)}, r"inputs require gradients, .* detach\(\)"),
     ],
 )
 def test_bad_arguments_are_refused_on_all_ranks(arguments: Any, text: str) -> None:
@@ -306,3 +307,32 @@ def test_bad_arguments_are_refused_on_all_ranks(arguments: Any, text: str) -> No
 
     with pytest.raises(ValueError, match=text):
         run_ranks(2, program)
+
+
+def test_a_loss_that_reads_parameters_of_other_stages_is_refused_on_all_ranks() -> None:
+    def program(rank: int) -> None:
+        stages = stages_of(seeded(), one_f_one_b(2, 3))
+        (x, target), penalty = batch(), next(iter(stages.parameters()))
+
+        def penalised(result: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(result, target) + penalty.square().sum()
+
+        with pytest.raises(ValueError, match=r"the loss reads first\.weight of group rank 0"):
+            stages.step(x, target=target, loss=penalised)
+
+    run_ranks(2, program)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    def program(rank: int) -> None:
+        stages = stages_of(seeded(), one_f_one_b(2, 3))
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"or evaluate\(\)"):
+            stages.step(batch()[0], loss=lambda result: result.mean())
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("example", [[torch.ones(2, 3)], torch.ones(2, 3)])
+def test_an_example_that_is_neither_tuple_nor_dict_is_refused(example: Any) -> None:
+    with pytest.raises(TypeError, match=r"in a tuple or by name in a dict: got (list|Tensor)"):
+        run_ranks(2, lambda _: stages_of(seeded(), one_f_one_b(2, 2), example=example))

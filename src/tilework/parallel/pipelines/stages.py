@@ -20,6 +20,7 @@ from tilework.models import check_is_module
 from tilework.parallel.clip_grad import PartOfParameters
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
+from tilework.parallel.data_parallel.outputs import leaves_of_graph
 from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
 from tilework.parallel.pipelines.captured import CapturedStages
@@ -103,7 +104,7 @@ def pipeline(
     check_is_module(model, "pipeline")
     _check_mesh(mesh, schedule)
     captured = _captured(capture, schedule)
-    args, kwargs = _arguments(example)
+    args, kwargs = _arguments(() if example is None else example)
     group = mesh.get_group()
 
     def times() -> Mapping[str, float]:
@@ -158,10 +159,15 @@ def _captured(capture: str | None, schedule: Schedule) -> CapturedStages | None:
     return None if capture is None else CapturedStages(capture, cuts)
 
 
-def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (tuple(given) if isinstance(given, tuple) else ()), {}
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if not isinstance(example, tuple):
+        raise TypeError(
+            f"example has the arguments of a forward, in a tuple or by name in a dict: got "
+            f"{type(example).__name__}"
+        )
+    return example, {}
 
 
 class Stages(nn.Module):
@@ -328,6 +334,7 @@ class Stages(nn.Module):
                 "it is a mean over rows, 'sum' if losses add up, or a function of the target that "
                 "counts the elements of the mean"
             )
+        _check_gradients((inputs, kwargs))
         checks = weight is None and is_due(self._steps + 1)
         options = RunOptions(loss or _own_loss, True, scaler, self.captured, keeps=checks)
         with self._ties_summed():
@@ -426,8 +433,22 @@ class Stages(nn.Module):
             value = loss(batch.route.result, *target)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise ValueError(f"the loss must be a tensor of one element, got {value!r}")
+            self._check_reads(value)
             self._dtypes[key] = value.dtype
         return self._dtypes[key]
+
+    def _check_reads(self, loss: Tensor) -> None:
+        """Refuse a loss that reads parameters of other ranks than the last stage's. Collective."""
+        leaves = leaves_of_graph([loss])
+        mine = [name for name, each in self.named_parameters() if id(each) in leaves]
+        for rank, names in enumerate(agree(lambda: mine, self._group)):
+            if names and rank != self.schedule.home[-1]:
+                raise ValueError(
+                    f"the loss reads {names[0]} of group rank {rank} besides the model's result, "
+                    f"and the rank of the last stage alone computes the loss: the parameter would "
+                    f"get no gradient. Leave such terms to the optimizer, as weight_decay, or add "
+                    f"their gradients on each rank after step()"
+                )
 
     # -- results -------------------------------------------------------------------------
 
@@ -514,6 +535,17 @@ class Stages(nn.Module):
         all_reduce(flag, ReduceOp.MAX, self._group)
         if flag.item() and not bad and locals_:
             locals_[0].view(-1)[0] = float("inf")
+
+
+def _check_gradients(inputs: Any) -> None:
+    """Refuse a step that would give no gradients."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError("step() makes gradients, and no_grad() is on: leave it, or evaluate()")
+    if any(isinstance(each, Tensor) and each.requires_grad for each in tree_flatten(inputs)[0]):
+        raise ValueError(
+            "inputs require gradients, and step() makes gradients of parameters alone: detach() "
+            "the inputs, or let the model have the modules that make them"
+        )
 
 
 def _own_loss(result: Any, *_: Any) -> Tensor:
