@@ -55,6 +55,24 @@ def test_modules_may_be_listed_in_another_order_than_they_run_in() -> None:
         piped(plan, Net, ["layers.5"])
 
 
+class Repeating(Listed):
+    """A parameter is used after a module that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.shift = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.layers[0](self.layers[0](self.first(x))) + self.shift
+        result: Tensor = self.last(self.layers[1](x))
+        return result
+
+
+def test_a_parameter_of_the_model_is_in_the_stage_that_uses_it_first() -> None:
+    _, grads = piped(one_f_one_b(2, 2), Repeating, ["layers.1"], example=(batch(2)[0],))
+    assert_equal(grads, alone(2, Repeating)[1])
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -40,15 +40,6 @@ class Split:
         for name, stage in (*self.own.items(), *self.units.items()):
             names[stage].append(name)
         return "\n".join(f"stage {stage}: {_ranges(each)}" for stage, each in enumerate(names))
-
-
-@dataclass(frozen=True)
-class CallOrder:
-    """The order in which a forward calls units, and uses what containers have."""
-
-    units: Sequence[str] = ()
-    #: By full name of a container's parameter, the number of calls before the first use.
-    own: Mapping[str, int] = field(default_factory=dict)
 
 
 def names_of_cuts(
@@ -80,17 +71,15 @@ def names_of_cuts(
     return cuts
 
 
-def split_model(model: nn.Module, cuts: Sequence[str], order: CallOrder | None = None) -> Split:
-    """Deal a model's units out to stages, in the order of calls, else as listed. Local."""
+def split_model(model: nn.Module, cuts: Sequence[str], order: Sequence[str] = ()) -> Split:
+    """Deal a model's units out to stages, in an order of first uses, else as listed. Local."""
     containers = _containers(model, cuts)
     every = model.named_modules(remove_duplicate=False)
     walked = [(n, m) for n, m in every if n.rpartition(".")[0] in containers]
     listed = [n for n, m in walked if n not in containers and (n in cuts or _has_state(m))]
-    called = order.units if order else ()
-    names = [*called, *(name for name in listed if name not in called)]
+    names = [n for n in order if n in listed] + [n for n in listed if n not in order]
     opens = _openings(names, cuts)
-    stages = list(accumulate(int(name in opens) for name in names))
-    units = dict(zip(names, stages, strict=True))
+    units = dict(zip(names, accumulate(int(name in opens) for name in names), strict=True))
     of_module: dict[int, str] = {}
     for name, module in walked:
         first = of_module.setdefault(id(module), name)
@@ -99,15 +88,13 @@ def split_model(model: nn.Module, cuts: Sequence[str], order: CallOrder | None =
                 f"{first} and {name} are one module, on both sides of a cut: move the cut, or make "
                 f"two modules that share their parameters"
             )
-    own = [
-        f"{name}.{key}".lstrip(".")
-        for name, module in walked
-        if name in containers
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-    uses = order.own if order else {}
-    return Split(len(cuts) + 1, containers, units, {n: [0, *stages][uses.get(n, 0)] for n in own})
+    own: dict[str, int] = {}
+    for name, module in walked:
+        kept = module.named_parameters(name, recurse=False) if name in containers else ()
+        for path, _ in kept:
+            before = order[: order.index(path)] if path in order else ()
+            own[path] = max((units[each] for each in before if each in units), default=0)
+    return Split(len(cuts) + 1, containers, units, own)
 
 
 def _openings(names: Sequence[str], cuts: Sequence[str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
-from tilework.parallel.pipelines.split import CallOrder, Split, copied, stage_of
+from tilework.parallel.pipelines.split import Split, copied, stage_of
 from tilework.show import bytes_text
 from tilework.tiled.rules import call_on_meta
 
@@ -297,16 +297,16 @@ class GhostWalk(Walk):
         super().__init__(split, device)
         self.route = Route(arguments=[{} for _ in range(split.stages)])
         self.route.local = [[] for _ in range(split.stages)]
-        #: By name of a container's parameter, the number of calls before the first use.
-        self.first_uses: dict[str, int] = {}
+        #: Units and parameters of containers, in the order of first uses.
+        self.order: list[str] = []
         #: Ghosts that later stages use.
         self.used: list[Ghost] = []
 
     def use(self, ghost: Ghost) -> None:
         """Note the stage that uses a ghost."""
         is_own = ghost.parameter in self.split.own
-        if is_own:
-            self.first_uses.setdefault(ghost.parameter, self.calls)
+        if is_own and ghost.parameter not in self.order:
+            self.order.append(ghost.parameter)
         if ghost.parameter and ghost.made_by != self.position:
             hint = "; pass example= to pipeline(), to have the stage found that uses it first"
             raise RuntimeError(
@@ -344,6 +344,8 @@ class GhostWalk(Walk):
                     ghost.key, ghost.text = ("call", self.calls, number), name
                 leaves[number], kept[number] = ghost, ghost.shadow
         self.route.calls.append(Call(name, spec, tuple(kept)))
+        if name not in self.order:
+            self.order.append(name)
         self.calls += 1
         return spec.unflatten(leaves)
 
@@ -654,11 +656,11 @@ class Twin:
         self._model: nn.Module = copied(model, own, unit)
         self._routes: list[tuple[Any, Route]] = []  # torch 2.6 cannot hash a TreeSpec
 
-    def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallOrder:
-        """The order of calls in a forward with these arguments. Local."""
+    def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """Units and parameters of containers, in the order of a forward. Local."""
         walk = GhostWalk(self._split, self._device)
         self._follow(walk, args, kwargs)
-        return CallOrder(list(dict.fromkeys(x.name for x in walk.route.calls)), walk.first_uses)
+        return walk.order
 
     def route(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Route:
         """The route of these inputs, with what crosses the cuts. Local; the same on all ranks."""

@@ -117,8 +117,8 @@ def pipeline(
     cuts = names_of_cuts(model, split, schedule.stages, times)
     dealt = split_model(model, cuts)
     if example is not None:
-        together = replace(dealt, units=dict.fromkeys(dealt.units, 0), stages=1)
-        together = replace(together, own=dict.fromkeys(dealt.own, 0))
+        units, own = dict.fromkeys(dealt.units, 0), dict.fromkeys(dealt.own, 0)
+        together = replace(dealt, stages=1, units=units, own=own)
         twin = Twin(model, together, torch.device(mesh.device_type))
         dealt = split_model(model, cuts, twin.order(args, kwargs))
     tied = {name for names in tied_names(model, dealt) for name in names}
