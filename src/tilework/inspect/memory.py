@@ -383,14 +383,15 @@ def _storages(tensor: Tensor) -> Iterator[Any]:
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
-    elif tensor.layout is torch.strided and (has_memory(tensor) or _is_pretended(tensor)):
+    elif tensor.layout is torch.strided and _is_counted(tensor):
         yield tensor.untyped_storage()
     for name in _PARTS.get(tensor.layout, ()):
         yield getattr(torch.ops.aten, name)(tensor).untyped_storage()
 
 
-def _is_pretended(tensor: Tensor) -> bool:
-    return tensor.is_meta and not lacks_memory(tensor)
+def _is_counted(tensor: Tensor) -> bool:
+    """True on a real device, unless other tensors have the elements, and on a pretended rank."""
+    return not lacks_memory(tensor) if tensor.is_meta else has_memory(tensor)
 
 
 _ROWS = ("crow_indices", "col_indices", "values")

@@ -333,7 +333,8 @@ def test_a_loss_that_reads_parameters_of_other_stages_is_refused_on_all_ranks() 
         (x, target), penalty = batch(), next(iter(stages.parameters()))
 
         def penalised(result: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(result, target) + penalty.square().sum()
+            loss: Tensor = F.mse_loss(result, target) + penalty.square().sum()
+            return loss
 
         with pytest.raises(ValueError, match=r"the loss reads first\.weight of group rank 0"):
             stages.step(x, target=target, loss=penalised)

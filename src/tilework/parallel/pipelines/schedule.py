@@ -40,9 +40,8 @@ class Schedule:
     """The actions of each rank of a pipeline, in order.
 
     A value: equal by content, hashable, printed as a table of ranks x time. Construction proves
-    that each microbatch passes each stage once, and that no engine can hang: neither engines that
-    take messages early (threads, shm, Gloo, MPI) nor those whose sends wait for their receives
-    (NCCL), if ranks post receives as :meth:`steps` says.
+    that each microbatch passes each stage once, and that no engine can hang, if ranks post receives
+    as :meth:`steps` says.
 
     Makers take the numbers of ranks, of microbatches and of each rank's stages, and ``costs``: for
     each stage the times of forward, input gradient and weights, in any unit.
@@ -112,8 +111,8 @@ class Schedule:
     ) -> Schedule:
         """1F1B with several stages on each rank, in turns: stage s is on rank ``s % ranks``.
 
-        The more stages, the smaller the bubble. Microbatches pass the stages of a rank in rounds of
-        ``ranks``, or a few more so that rounds are equal.
+        Microbatches pass the stages of a rank in rounds of ``ranks``, or a few more so that rounds
+        are equal.
         """
         home = _loop(ranks, stages_per_rank, microbatches)
         rounds = max(1, microbatches // ranks)

@@ -149,9 +149,9 @@ class Ghost(Tensor):
 
 @unrecorded
 def _shadow_of(tensor: Tensor) -> Tensor:
-    """A tensor on ``meta``; on a rank that is pretended, where all tensors are, without memory."""
-    with torch.device("meta"):
-        return torch.empty_like(tensor, device="meta")
+    """A tensor on ``meta`` like another, which counts as memory on no pretended rank either."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

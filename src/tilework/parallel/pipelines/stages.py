@@ -56,29 +56,22 @@ def pipeline(
     """Cut a model into stages, one or several on each rank of a mesh's axis.
 
     Collective over the mesh; blocks. The model is the same on all ranks, and may be on ``meta``.
-    Each rank keeps the parameters of the own stages; drop the model to free the others.
-
-    A stage runs the model's own forward, without the modules of other stages. Values that cross a
-    cut are sent; values that depend on inputs alone are computed in each stage. The first step with
-    inputs of a structure follows the forward once on tensors without memory.
+    Each rank keeps the parameters of the own stages; drop the model to free the others. A stage
+    runs the model's own forward, without the modules of other stages.
 
     Args:
         model: The model. Wrap the stages in ``fully_shard`` or DDP afterwards, not the model.
         mesh: A mesh of a single axis, such as ``mesh["pp"]``.
         split: The names of the modules before which the model is cut; "even": equally many items of
-            the largest ModuleList or Sequential for each stage; "by time": items such that the
-            slowest stage is as fast as possible, measured with ``example``; or a plan by module
-            name, as Hugging Face's ``model.base_model_pp_plan``.
+            the largest ModuleList or Sequential for each stage; "by time": the slowest stage is as
+            fast as possible, measured with ``example``; or a plan by module name, as Hugging Face's
+            ``model.base_model_pp_plan``.
         schedule: The order of actions; it has as many ranks as the mesh.
-        example: The arguments of a forward, in order or by name, for models that call modules in
+        example: The arguments of a forward, in a tuple or a dict, for models that call modules in
             another order than they are listed in, and for "by time", which else takes the model's
             ``dummy_inputs``.
         capture: Run the training of each stage as programs, by this backend of
-            :func:`~tilework.capture.capture`: forward and backward, between messages. Schedules
-            that cut backward in two need it: a program can be cut, and autograd can not.
-
-    Returns:
-        The stages of this rank.
+            :func:`~tilework.capture.capture`. Schedules that cut backward in two need it.
 
     Raises:
         TypeError: The model is no module; mesh, schedule or split are of another kind.
@@ -302,8 +295,8 @@ class Stages(nn.Module):
     ) -> Tensor:
         """Forward and backward of a batch, in microbatches. Collective over the mesh; blocks.
 
-        Gradients are added to ``grad``, as ``backward()`` does; tied parameters get the sum of the
-        gradients of all their stages.
+        Gradients are added to ``grad``, as ``backward()`` does; tied parameters get those of all
+        their stages.
 
         Args:
             inputs: The model's arguments, the same on all ranks. Tensors are cut along dim 0, into
@@ -325,7 +318,7 @@ class Stages(nn.Module):
 
         Raises:
             ValueError: Fewer rows than microbatches; arguments with different numbers of rows; the
-                loss is no mean over rows, and ``weight`` is None.
+                loss is no mean over rows, and ``weight`` is None; or a gradient would be lost.
             RuntimeError: Something crosses a cut that a stage cannot do alone.
         """
         if loss is None and weight is None:
