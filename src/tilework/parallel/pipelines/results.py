@@ -48,7 +48,7 @@ def _joins(value: Any, whole: Any, rows: Sequence[int], number: int, is_weighted
 
 def check_made(result: Any, route: Route) -> None:
     """Refuse a result of the last stage that lacks values, or has other stages'. Local."""
-    expected, spec = tree_flatten(route.result)
+    expected, spec = route.flat_result
     leaves, own = tree_flatten(result)
     if own != spec or any(isinstance(leaf, Ghost) for leaf in leaves):
         raise ValueError(

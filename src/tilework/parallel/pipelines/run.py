@@ -40,6 +40,7 @@ class Microbatch:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any
+    rows: int
     #: The factor of the microbatch's loss in the loss of the batch.
     weight: float
     route: Route

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 from weakref import ref
 
@@ -77,6 +77,11 @@ class Route:
     #: For each stage, the arguments of the first call that are computed in every stage.
     local: list[list[str]] = field(default_factory=list)
     result: Any = None
+
+    @cached_property
+    def flat_result(self) -> tuple[list[Any], Any]:
+        """The leaves of the result, and the structure."""
+        return tree_flatten(self.result)
 
     def __str__(self) -> str:
         lines = []

@@ -400,14 +400,17 @@ class Stages(nn.Module):
             generator.set_state(state)
 
     def _run(self, given: Any, target: Any, weight: Weight, options: RunOptions) -> Execution:
-        count = self.schedule.microbatches
-        count = count if options.trains else min(count, rows_of((given, target)))
-        cut = _microbatches((given, target), count)
-        weights = _weights([t for _, t in cut], [rows_of(each) for each in cut], weight)
+        rows, count = _rows_of((given, target)), self.schedule.microbatches
+        count = count if options.trains else min(count, rows)
+        cut = _microbatches((given, target), rows, count)
+        sizes = [rows // count + (number < rows % count) for number in range(count)]
+        weights = _weights([t for _, t in cut], sizes, weight)
+        routes: dict[int, Route] = {}
         batches = []
-        for ((args, kwargs), part), factor in zip(cut, weights, strict=True):
-            route = self._twin.route(args, kwargs, self.training)
-            batches.append(Microbatch(args, kwargs, part, factor, route))
+        for ((args, kwargs), part), size, factor in zip(cut, sizes, weights, strict=True):
+            if size not in routes:
+                routes[size] = self._twin.route(args, kwargs, self.training)
+            batches.append(Microbatch(args, kwargs, part, size, factor, routes[size]))
         self._route = self._route or batches[0].route
         parts = dict(zip(self.modules_of_stages, self.parts, strict=True))
         if options.captured is not None:
@@ -466,7 +469,7 @@ class Stages(nn.Module):
 
     def _result_of(self, run: Execution, whole: Any, *, is_weighted: bool) -> Any:
         """The model's results of all microbatches together, on every rank."""
-        rows = [rows_of((each.args, each.kwargs)) for each in run.microbatches]
+        rows = [each.rows for each in run.microbatches]
         routes = [each.route for each in run.microbatches]
         agree(lambda: check_results(run.results, routes, whole, rows, is_weighted), self._group)
         expected, spec = tree_flatten(whole)
@@ -482,7 +485,7 @@ class Stages(nn.Module):
 
     def _tied(self) -> list[tuple[nn.Parameter, list[int], int]]:
         """The parameters that other ranks have, too, with the ranks, and a tag for messages."""
-        here = dict(self.named_parameters(remove_duplicate=False))
+        here = dict(self.named_parameters(remove_duplicate=False)) if self._ties else {}
         return [(here[name], ranks, tag) for name, ranks, tag in self._ties]
 
     @contextmanager
@@ -551,8 +554,8 @@ def _own_loss(result: Any, *_: Any) -> Tensor:
     return loss
 
 
-def rows_of(values: Any) -> int:
-    """The rows of a batch, or of a microbatch."""
+def _rows_of(values: Any) -> int:
+    """The rows of a batch."""
     leaves = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
     rows = {each.shape[0] if each.dim() else -1 for each in leaves}
     if len(rows) != 1 or -1 in rows:
@@ -564,8 +567,7 @@ def rows_of(values: Any) -> int:
     return rows.pop()
 
 
-def _microbatches(values: Any, count: int) -> list[Any]:
-    rows = rows_of(values)
+def _microbatches(values: Any, rows: int, count: int) -> list[Any]:
     if rows < max(count, 1):
         raise ValueError(
             f"the batch has {rows} rows, and the schedule {count} microbatches: each needs a row"
