@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tilework.dtensor import DTensor
 from tilework.late_names import late_name
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
-from tilework.parallel.fully_sharded.module import FSDPModule
 from tilework.parallel.pipelines.stage import Route
 
 
@@ -69,16 +68,6 @@ class CapturedStages:
         self._backend, self._cuts = backend, cuts
         #: By stage, and identity of module and route: the program, and the module's call by it.
         self._programs: dict[tuple[int, int, int], tuple[Any, Any]] = {}
-
-    def check(self, parts: Mapping[int, nn.Module]) -> None:
-        """Refuse stages that gather and reduce parameters, which each program would do. Local."""
-        for stage, part in parts.items():
-            if any(isinstance(each, FSDPModule) for each in part.modules()):
-                raise ValueError(
-                    f"stage {stage} is captured, and fully_shard has sharded it: each program "
-                    f"would gather and reduce. Leave out capture= of pipeline(), or capture the "
-                    f"whole step"
-                )
 
     def run(
         self, part: nn.Module, stage: int, route: Route, given: Sequence[Any], kwargs: Any

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.amp import GradScaler
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.internal import irecv, isend
@@ -24,13 +25,6 @@ from tilework.parallel.pipelines.stage import Crossing, Route, Writable
 
 #: The loss of a microbatch, from the model's result and the target.
 Loss = Callable[..., Tensor]
-
-
-class Scaler(Protocol):
-    """The part of a GradScaler that a pipeline needs."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """The tensor times the scale."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class RunOptions:
     loss: Loss | None
     #: True to run backward.
     trains: bool
-    scaler: Scaler | None = None
+    scaler: GradScaler | None = None
     #: Runs stages as programs; None: as they are.
     captured: CapturedStages | None = None
     #: True to keep results.
@@ -108,6 +102,13 @@ class Execution:
             stage: [each for each in part.modules() if isinstance(each, FSDPModule)]
             for stage, part in self.parts.items()
         }
+        sharded = [stage for stage, modules in self._sharded.items() if modules]
+        if sharded and self.options.captured is not None:
+            raise ValueError(
+                f"stage {sharded[0]} is captured, and fully_shard has sharded it: each program "
+                f"would gather and reduce. Leave out capture= of pipeline(), or capture the whole "
+                f"step"
+            )
 
     def run(self) -> None:
         """Do all actions of this rank. Collective; blocks."""
@@ -216,7 +217,7 @@ class Execution:
         """The loss of a microbatch, or zero."""
         mine = self.microbatches[number]
         if self.options.keeps:
-            self.results[number] = tree_map(_detached, result)
+            self.results[number] = tree_map_only(Tensor, Tensor.detach, result)
         if self.options.loss is None:
             return torch.zeros(())
         check_made(result, mine.route)
@@ -234,13 +235,11 @@ class Execution:
         kept = self._kept[stage, number]
         kept.ends = self._ends(stage, number, kept, grads)
         leaves = [each for each in kept.received if each.requires_grad]
-        if kind == "backward" and kept.call is None:
+        if kind == "backward":
             self._weights(action)
             found: Sequence[Tensor | None] = [each.grad for each in leaves]
         else:
             found = _input_gradients(kept, leaves)
-            if kind == "backward":
-                self._weights(action)
         if not stage:
             return None
         pairs = zip(leaves, found, strict=True)
@@ -329,10 +328,6 @@ def _cut_off(result: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
         return leaf if isinstance(x, DTensor) else Writable.apply(leaf)  # type: ignore[no-untyped-call]
 
     return tree_map(own, result), pairs
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _zero_of(result: Any) -> Tensor:

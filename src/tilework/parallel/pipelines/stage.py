@@ -16,13 +16,19 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Final
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_map_only,
+)
 
 from tilework.comm.per_call.internal import call_site, unrecorded
 from tilework.comm.world import current_world
@@ -49,11 +55,6 @@ class Crossing:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "a number"
         return f"{self.text} ({shape} {str(self.dtype).removeprefix('torch.')})"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the value."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class Route:
     def __str__(self) -> str:
         lines = []
         for cut, values in enumerate(self.cuts):
-            nbytes = bytes_text(sum(each.nbytes for each in values))
-            lines.append(f"stage {cut} to {cut + 1}: {', '.join(map(str, values))}: {nbytes}")
+            nbytes = sum(each.dtype.itemsize * math.prod(each.shape) for each in values)
+            texts = ", ".join(map(str, values))
+            lines.append(f"stage {cut} to {cut + 1}: {texts}: {bytes_text(nbytes)}")
             if self.local[cut + 1]:
                 names = ", ".join(self.local[cut + 1])
                 lines.append(f"  computed in each stage, from inputs alone: {names}")
@@ -593,43 +595,9 @@ class StageModule(nn.Module):
                 modules[key] = unit
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (StageModule, kind), {"__module__": kind.__module__})
-    return _classes[kind]
-
-
-def make_part(
-    model: nn.Module, split: Split, stage: int, device: torch.device, twin: Twin
-) -> StageModule:
-    """The module of one stage: the model with other stages' units replaced by stand-ins. Local.
-
-    Units are the model's own modules; containers are copies. Names are the model's.
-    """
-
-    def unit(name: str, module: nn.Module) -> nn.Module | None:
-        of = split.units.get(name, stage)
-        if name in split.containers:
-            return None
-        return module if of == stage else Elsewhere(twin.units[name], name, of)
-
-    def own(name: str, tensor: Tensor) -> Tensor | None:
-        return tensor if split.own.get(name, stage) == stage else None
-
-    part: Any = copied(model, own, unit)
-    for name, of in split.own.items():
-        if of != stage:
-            path, _, key = name.rpartition(".")
-            container = part.get_submodule(path)
-            del container._parameters[key]
-            ghost = _ghost_of(device, of, name, model.get_parameter(name))
-            object.__setattr__(container, key, ghost)
-    part.__class__ = _class_of(type(model))
-    object.__setattr__(part, "_stage", (split, stage, device))
-    return part  # type: ignore[no-any-return]
+    return type(kind.__name__, (StageModule, kind), {"__module__": kind.__module__})
 
 
 class Twin:
@@ -660,6 +628,34 @@ class Twin:
 
         self._model: nn.Module = copied(model, own, unit)
         self._routes: list[tuple[Any, Route]] = []  # torch 2.6 cannot hash a TreeSpec
+
+    def part(self, model: nn.Module, stage: int) -> StageModule:
+        """The module of one stage: the model with other stages' units replaced by stand-ins. Local.
+
+        Units are the model's own modules; containers are copies. Names are the model's.
+        """
+        split, device = self._split, self._device
+
+        def unit(name: str, module: nn.Module) -> nn.Module | None:
+            of = split.units.get(name, stage)
+            if name in split.containers:
+                return None
+            return module if of == stage else Elsewhere(self.units[name], name, of)
+
+        def own(name: str, tensor: Tensor) -> Tensor | None:
+            return tensor if split.own.get(name, stage) == stage else None
+
+        part: Any = copied(model, own, unit)
+        for name, of in split.own.items():
+            if of != stage:
+                path, _, key = name.rpartition(".")
+                container = part.get_submodule(path)
+                del container._parameters[key]
+                ghost = _ghost_of(device, of, name, model.get_parameter(name))
+                object.__setattr__(container, key, ghost)
+        part.__class__ = _class_of(type(model))
+        object.__setattr__(part, "_stage", (split, stage, device))
+        return part  # type: ignore[no-any-return]
 
     def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
         """Units and parameters of containers, in the order of a forward. Local."""
@@ -693,7 +689,8 @@ class Twin:
             for key, x in module._buffers.items()
             if x is not None and not isinstance(x, Ghost) and not x.is_inference()
         ]
-        args, kwargs = tree_map(_copy_of, (args, dict(kwargs)))
+        given = args, dict(kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), given)
         versions = _versions((args, kwargs))
         try:
             with walk.running():
@@ -727,11 +724,6 @@ def _random_state() -> bytes:
 
 def _ghost_of(device: torch.device, stage: int, name: str, tensor: Tensor) -> Tensor:
     return Ghost(_shadow_of(tensor), device, stage, parameter=name)
-
-
-def _copy_of(value: Any) -> Any:
-    is_tensor = isinstance(value, Tensor)
-    return value.detach().clone().requires_grad_(value.requires_grad) if is_tensor else value
 
 
 def _versions(values: Any) -> list[int]:

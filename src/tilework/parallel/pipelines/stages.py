@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tilework.comm.contract import ReduceOp
@@ -25,7 +26,7 @@ from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
 from tilework.parallel.pipelines.captured import CapturedStages
 from tilework.parallel.pipelines.results import check_results
-from tilework.parallel.pipelines.run import Execution, Loss, Microbatch, RunOptions, Scaler
+from tilework.parallel.pipelines.run import Execution, Loss, Microbatch, RunOptions
 from tilework.parallel.pipelines.schedule import Schedule
 from tilework.parallel.pipelines.split import (
     HowToSplit,
@@ -37,7 +38,7 @@ from tilework.parallel.pipelines.split import (
     stage_of,
     tied_names,
 )
-from tilework.parallel.pipelines.stage import Route, StageModule, Twin, default_generator, make_part
+from tilework.parallel.pipelines.stage import Route, StageModule, Twin, default_generator
 
 #: How losses of microbatches make the loss of a batch: "rows": means over rows; "sum": they add up;
 #: a function from a microbatch's target to the weight of the microbatch's mean.
@@ -186,9 +187,7 @@ class Stages(nn.Module):
         self._rank = self._group.rank()
         self._numbers = [s for s, home in enumerate(schedule.home) if home == self._rank]
         self._twin = Twin(model, split, self._device)
-        self.parts: list[nn.Module] = [
-            make_part(model, split, stage, self._device, self._twin) for stage in self._numbers
-        ]
+        self.parts: list[nn.Module] = [self._twin.part(model, each) for each in self._numbers]
         tied, listed = tied_names(model, split), dict(model.named_parameters())
         #: By name of a tied parameter, the name that the whole model lists it by.
         self.first_names = {
@@ -290,7 +289,7 @@ class Stages(nn.Module):
         target: Any = None,
         loss: Loss | None = None,
         weight: Weight | None = None,
-        scaler: Scaler | None = None,
+        scaler: GradScaler | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Forward and backward of a batch, in microbatches. Collective over the mesh; blocks.
@@ -413,8 +412,6 @@ class Stages(nn.Module):
             batches.append(Microbatch(args, kwargs, part, size, factor, routes[size]))
         self._route = self._route or batches[0].route
         parts = dict(zip(self.modules_of_stages, self.parts, strict=True))
-        if options.captured is not None:
-            options.captured.check(parts)
         if options.loss is not None:
             self._dtype = self._loss_dtype(batches[0], options.loss)
         run = Execution(self.schedule, self._group, self._device, parts, batches, options)
