@@ -75,7 +75,7 @@ _ROWS = (
         "pipelines/actions pipelines/listing pipelines/notation",
         "pipelines/test_schedule",
     ),
-    ("parallel", "pipelines/results", "pipelines/test_stages"),
+    ("parallel", "pipelines/batches", "pipelines/test_stages"),
     ("parallel", "resilient/*", "resilient"),
     ("parallel", "tensor_parallel/*", "tensor_parallel/test_styles tensor_parallel/test_deriving"),
     ("plan", "*", "test_job test_mismatches"),

@@ -178,7 +178,7 @@ def test_a_captured_step_has_the_losses_of_the_step() -> None:
             return loss
 
         run = capture(step, check="always") if captures else step
-        return [run(*batch()).item() for _ in range(5)]
+        return [run(*batch(rows)).item() for rows in (12, 12, 12, 12, 9, 9, 9)]
 
     assert run_ranks(2, program, True) == run_ranks(2, program, False)
 

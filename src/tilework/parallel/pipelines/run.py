@@ -18,8 +18,8 @@ from tilework.dtensor import DTensor
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.fully_sharded.module import FSDPModule, units_of
+from tilework.parallel.pipelines.batches import check_made, joined
 from tilework.parallel.pipelines.captured import CapturedStages, stage_forward
-from tilework.parallel.pipelines.results import check_made
 from tilework.parallel.pipelines.schedule import Action, ActionStep, Schedule, StageMessage
 from tilework.parallel.pipelines.stage import Crossing, Route, Writable
 
@@ -117,6 +117,10 @@ class Execution:
                 if self.options.trains and isinstance(part, DistributedDataParallel):
                     around.enter_context(part.buffers_sent())
             self._run()
+
+    def together(self) -> Any:
+        """The results of all microbatches as those of the batch. Local."""
+        return joined(self.results, [each.weight for each in self.microbatches])
 
     def _run(self) -> None:
         for step in self.steps:

@@ -16,9 +16,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Final
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -595,9 +595,17 @@ class StageModule(nn.Module):
                 modules[key] = unit
 
 
-@cache
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (StageModule, kind), {"__module__": kind.__module__})
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (StageModule, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+#: The routes that a twin has found, by inputs. Ghosts in them are no state of a captured step.
+_routes: Final[WeakKeyDictionary[Twin, list[tuple[Any, Route]]]] = WeakKeyDictionary()
 
 
 class Twin:
@@ -627,7 +635,7 @@ class Twin:
             return tensor.clone() if of is None else _ghost_of(device, of, name, tensor)
 
         self._model: nn.Module = copied(model, own, unit)
-        self._routes: list[tuple[Any, Route]] = []  # torch 2.6 cannot hash a TreeSpec
+        _routes[self] = []
 
     def part(self, model: nn.Module, stage: int) -> StageModule:
         """The module of one stage: the model with other stages' units replaced by stand-ins. Local.
@@ -657,12 +665,17 @@ class Twin:
         object.__setattr__(part, "_stage", (split, stage, device))
         return part  # type: ignore[no-any-return]
 
+    def __str__(self) -> str:
+        first = next((str(route) for _, route in _routes[self]), "")
+        return first or "what crosses: see after the first step"
+
     def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
         """Units and parameters of containers, in the order of a forward. Local."""
         walk = GhostWalk(self._split, self._device)
         self._follow(walk, args, kwargs)
         return walk.order
 
+    @unrecorded
     def route(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Route:
         """The route of these inputs, with what crosses the cuts. Local; the same on all ranks."""
         leaves, spec = tree_flatten((args, dict(kwargs)))
@@ -670,13 +683,13 @@ class Twin:
         device = self._device.type
         casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         key = (spec, *kinds, training, torch.is_grad_enabled(), casts)
-        for known, route in self._routes:
+        for known, route in _routes[self]:
             if known == key:
                 return route
         self._model.train(training)
         walk = GhostWalk(self._split, self._device)
         route = walk.finish(self._follow(walk, args, kwargs), self.first_trained)
-        self._routes.append((key, route))
+        _routes[self].append((key, route))
         return route
 
     def _follow(self, walk: Walk, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -11,10 +11,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilework.comm.contract import ReduceOp
 from tilework.comm.operations.internal import agree, all_reduce, broadcast, irecv, isend
+from tilework.comm.per_call.internal import unrecorded
 from tilework.comm.world import get_rank
 from tilework.mesh import DeviceMesh
 from tilework.models import check_is_module
@@ -24,8 +25,14 @@ from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.data_parallel.outputs import leaves_of_graph
 from tilework.parallel.data_parallel.replicas import check_replicas
 from tilework.parallel.passes import is_due
+from tilework.parallel.pipelines.batches import (
+    Weight,
+    check_results,
+    cut_batch,
+    rows_of,
+    weights_of,
+)
 from tilework.parallel.pipelines.captured import CapturedStages
-from tilework.parallel.pipelines.results import check_results
 from tilework.parallel.pipelines.run import Execution, Loss, Microbatch, RunOptions
 from tilework.parallel.pipelines.schedule import Schedule
 from tilework.parallel.pipelines.split import (
@@ -39,10 +46,6 @@ from tilework.parallel.pipelines.split import (
     tied_names,
 )
 from tilework.parallel.pipelines.stage import Route, StageModule, Twin, default_generator
-
-#: How losses of microbatches make the loss of a batch: "rows": means over rows; "sum": they add up;
-#: a function from a microbatch's target to the weight of the microbatch's mean.
-Weight = Literal["rows", "sum"] | Callable[[Any], Any]
 
 
 def pipeline(
@@ -204,14 +207,12 @@ class Stages(nn.Module):
         self._steps = self._evaluations = 0
         #: Runs stages as programs; None: as they are.
         self.captured: CapturedStages | None = None
-        #: What crosses the cuts, for the first inputs.
-        self._route: Route | None = None
         self._dtypes: dict[Any, torch.dtype] = {}
         if example is not None:
-            self._route = self._twin.route(example[0], example[1], self.training)
+            self._twin.route(example[0], example[1], self.training)
 
     def __str__(self) -> str:
-        return f"{self.split}\n{self._route or 'what crosses: see after the first step'}"
+        return f"{self.split}\n{self._twin}"
 
     # -- as a module ---------------------------------------------------------------------
 
@@ -399,18 +400,17 @@ class Stages(nn.Module):
             generator.set_state(state)
 
     def _run(self, given: Any, target: Any, weight: Weight, options: RunOptions) -> Execution:
-        rows, count = _rows_of((given, target)), self.schedule.microbatches
+        rows, count = rows_of((given, target)), self.schedule.microbatches
         count = count if options.trains else min(count, rows)
-        cut = _microbatches((given, target), rows, count)
+        cut = cut_batch((given, target), rows, count)
         sizes = [rows // count + (number < rows % count) for number in range(count)]
-        weights = _weights([t for _, t in cut], sizes, weight)
+        weights = weights_of([t for _, t in cut], sizes, weight)
         routes: dict[int, Route] = {}
         batches = []
         for ((args, kwargs), part), size, factor in zip(cut, sizes, weights, strict=True):
             if size not in routes:
                 routes[size] = self._twin.route(args, kwargs, self.training)
             batches.append(Microbatch(args, kwargs, part, size, factor, routes[size]))
-        self._route = self._route or batches[0].route
         parts = dict(zip(self.modules_of_stages, self.parts, strict=True))
         if options.loss is not None:
             self._dtype = self._loss_dtype(batches[0], options.loss)
@@ -418,6 +418,7 @@ class Stages(nn.Module):
         run.run()
         return run
 
+    @unrecorded
     def _loss_dtype(self, batch: Microbatch, loss: Loss) -> torch.dtype:
         """The dtype of the loss, which ranks without the loss have to know."""
         key = id(batch.route), getattr(loss, "__code__", loss)
@@ -470,7 +471,7 @@ class Stages(nn.Module):
         routes = [each.route for each in run.microbatches]
         agree(lambda: check_results(run.results, routes, whole, rows, is_weighted), self._group)
         expected, spec = tree_flatten(whole)
-        values = tree_flatten(_together(run))[0] if run.results else expected
+        values = tree_flatten(run.together())[0] if run.results else expected
         for at, like in enumerate(expected):
             if isinstance(like, Tensor):
                 empty = torch.empty(like.shape, dtype=like.dtype, device=self._device)
@@ -551,64 +552,13 @@ def _own_loss(result: Any, *_: Any) -> Tensor:
     return loss
 
 
-def _rows_of(values: Any) -> int:
-    """The rows of a batch."""
-    leaves = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
-    rows = {each.shape[0] if each.dim() else -1 for each in leaves}
-    if len(rows) != 1 or -1 in rows:
-        shapes = ", ".join(str(list(each.shape)) for each in leaves) or "no tensor"
-        raise ValueError(
-            f"inputs and target are cut along dim 0, and need equally many rows there, got "
-            f"{shapes}: what has no rows belongs into the model, or into the loss"
-        )
-    return rows.pop()
-
-
-def _microbatches(values: Any, rows: int, count: int) -> list[Any]:
-    if rows < max(count, 1):
-        raise ValueError(
-            f"the batch has {rows} rows, and the schedule {count} microbatches: each needs a row"
-        )
-    leaves, spec = tree_flatten(values)
-    cut = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in leaves]
-    return [tree_unflatten([each[number] for each in cut], spec) for number in range(count)]
-
-
-def _weights(targets: Sequence[Any], rows: Sequence[int], weight: Weight) -> list[float]:
-    if weight == "sum":
-        return [1.0] * len(rows)
-    if weight == "rows":
-        return [each / sum(rows) for each in rows]
-    if not callable(weight):
-        raise ValueError(f'weight is "rows", "sum" or a function of the target, got {weight!r}')
-    counts = [float(weight(each)) for each in targets]
-    if not sum(counts):
-        raise ValueError("weight= counts no element in this batch: the mean of nothing is no loss")
-    return [each / sum(counts) for each in counts]
-
-
 def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
     """The loss of the whole batch, if it is not the microbatches' together; else 0."""
     assert run.options.loss is not None
     with torch.no_grad():
-        whole = run.options.loss(_together(run), *(() if target is None else (target,)))
+        whole = run.options.loss(
+            run.together(),
+            *(() if target is None else (target,)),
+        )
     close = 64 * torch.finfo(whole.dtype).eps
     return 0.0 if torch.allclose(whole, total, rtol=close, atol=close) else float(whole)
-
-
-def _together(run: Execution) -> Any:
-    """The results of microbatches: tensors with rows one after the other, weighted numbers."""
-    parts = [run.results[number] for number in range(len(run.microbatches))]
-    weights = [mine.weight for mine in run.microbatches]
-    if len(parts) == 1:
-        return parts[0]
-
-    def total(*each: Tensor) -> Tensor:
-        return sum((x * w for x, w in zip(each, weights, strict=True)), start=each[0].new_zeros(()))
-
-    def join(*each: Any) -> Any:
-        if isinstance(each[0], Tensor):
-            return torch.cat(each) if each[0].dim() else total(*each)
-        return each[0]
-
-    return tree_map(join, *parts)

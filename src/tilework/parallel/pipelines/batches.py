@@ -1,14 +1,80 @@
-"""Results of models: what microbatches can make together, and what is refused."""
+"""Batches cut into microbatches, and results that microbatches make together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 
 from tilework.parallel.pipelines.stage import Ghost, Route
+
+#: How losses of microbatches make the loss of a batch: "rows": means over rows; "sum": they add up;
+#: a function from a microbatch's target to the weight of the microbatch's mean.
+Weight = Literal["rows", "sum"] | Callable[[Any], Any]
+
+
+def rows_of(values: Any) -> int:
+    """The rows of a batch."""
+    leaves = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
+    rows = {each.shape[0] if each.dim() else -1 for each in leaves}
+    if len(rows) != 1 or -1 in rows:
+        shapes = ", ".join(str(list(each.shape)) for each in leaves) or "no tensor"
+        raise ValueError(
+            f"inputs and target are cut along dim 0, and need equally many rows there, got "
+            f"{shapes}: what has no rows belongs into the model, or into the loss"
+        )
+    return rows.pop()
+
+
+def cut_batch(values: Any, rows: int, count: int) -> list[Any]:
+    """The values of each microbatch."""
+    if rows < max(count, 1):
+        raise ValueError(
+            f"the batch has {rows} rows, and the schedule {count} microbatches: each needs a row"
+        )
+    leaves, spec = tree_flatten(values)
+    cut = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in leaves]
+    return [tree_unflatten([each[number] for each in cut], spec) for number in range(count)]
+
+
+def weights_of(targets: Sequence[Any], rows: Sequence[int], weight: Weight) -> list[float]:
+    """The factor of each microbatch's loss in the loss of the batch."""
+    if weight == "sum":
+        return [1.0] * len(rows)
+    if weight == "rows":
+        return [each / sum(rows) for each in rows]
+    if not callable(weight):
+        raise ValueError(f'weight is "rows", "sum" or a function of the target, got {weight!r}')
+    counts = [float(weight(each)) for each in targets]
+    if not sum(counts):
+        raise ValueError("weight= counts no element in this batch: the mean of nothing is no loss")
+    return [each / sum(counts) for each in counts]
+
+
+def joined(results: Mapping[int, Any], weights: Sequence[float]) -> Any:
+    """The results of microbatches: tensors with rows one after the other, weighted numbers."""
+    parts = [results[number] for number in range(len(weights))]
+    if len(parts) == 1:
+        return parts[0]
+
+    def total(*each: Tensor) -> Tensor:
+        return sum((x * w for x, w in zip(each, weights, strict=True)), start=each[0].new_zeros(()))
+
+    def join(*each: Any) -> Any:
+        if isinstance(each[0], Tensor):
+            return torch.cat(each) if each[0].dim() else total(*each)
+        return each[0]
+
+    return tree_map(join, *parts)
 
 
 def check_results(
