@@ -62,10 +62,10 @@ def test_ranks_call_what_real_ranks_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ddp", "sharded", "tensor_parallel", "attention", "staged"])
 def test_the_counted_peak_is_that_of_a_real_run(name: str) -> None:
-    def peak() -> int:
+    def peak() -> dict[Any, int]:
         with MemoryByUse() as memory:
             PROGRAMS[name]()
-        return memory.peak.bytes
+        return dict(memory.peak.by_use())
 
     assert list(pretended(peak, 2).values()) == run_ranks(2, lambda rank: peak())
 

@@ -418,6 +418,6 @@ def _is_tilework_calling() -> bool:
 def _is_between(path: str) -> bool:
     """True for files between an operator and the code that calls it, such as ``torch/_ops.py``."""
     below = path.removeprefix(_TORCH)
-    return path == __file__ or (
+    return path.startswith((__file__, f"{_TILEWORK}plan/")) or (
         below != path and ("/" not in below or below.startswith(("utils/", "_dynamo/")))
     )
