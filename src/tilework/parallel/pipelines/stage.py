@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -164,12 +165,13 @@ def _shadow_of(tensor: Tensor) -> Tensor:
 def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     walk = _current.walk
     position = 0 if walk is None else walk.position
+    follows = walk if isinstance(walk, GhostWalk) else None
     of_shadow: dict[int, Ghost] = {}
 
     def lower(value: Any) -> Any:
         if isinstance(value, Ghost):
-            if walk is not None:
-                walk.use(value)
+            if follows is not None:
+                follows.use(value)
             of_shadow[id(value.shadow)] = value
             return value.shadow
         if isinstance(value, Tensor):
@@ -180,11 +182,11 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor) or id(value) in of_shadow:
             return of_shadow.get(id(value), value)
         device = next(iter(of_shadow.values())).device
-        origin = call_site() if walk is not None and walk.notes else ""
-        return Ghost(value, device, position, origin)
+        return Ghost(value, device, position, "" if follows is None else call_site())
 
     lowered = tree_map(lower, (args, dict(kwargs)))
-    _check_writes(func, args, kwargs, walk)
+    if follows is not None:
+        follows.check_writes(func, args, kwargs)
     try:
         result = call_on_meta(func, *lowered)
     except (NotImplementedError, RuntimeError) as error:
@@ -203,24 +205,6 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return tree_map(lift, result)
 
 
-def _check_writes(func: Any, args: Any, kwargs: Mapping[str, Any], walk: Walk | None) -> None:
-    """Note writes, and refuse those between modules that another stage would not see."""
-    if walk is None:
-        return
-    for number, schema in enumerate(func._schema.arguments):
-        if schema.alias_info is None or not schema.alias_info.is_write:
-            continue
-        value = args[number] if number < len(args) else kwargs.get(schema.name)
-        if isinstance(value, Ghost):
-            walk.written.append((value, walk.position))
-        if not walk.is_inside and (not isinstance(value, Ghost) or value.made_by != walk.position):
-            of = f"stage {value.made_by}" if isinstance(value, Ghost) else "every stage"
-            raise RuntimeError(
-                f"{func} at {call_site()} writes in stage {walk.position} to a tensor that {of} "
-                f"makes: write to a copy, or do it in a module"
-            )
-
-
 class Reached(BaseException):
     """Ends a stage's forward where the next stage begins."""
 
@@ -232,20 +216,13 @@ class _Current(threading.local):
 _current: Final = _Current()
 
 
-class Walk:
+class Walk(ABC):
     """A run of a model's forward, with values on a device."""
-
-    #: True to note where values come from.
-    notes = False
-    #: True within a unit.
-    is_inside = False
 
     def __init__(self, split: Split, device: torch.device) -> None:
         self.split, self.device = split, device
-        #: The stage of the last call, and the number of calls.
-        self.position, self.calls = 0, 0
-        #: Ghosts that an operator writes to, and the stage that does it.
-        self.written: list[tuple[Ghost, int]] = []
+        #: The stage of the last call.
+        self.position = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -256,49 +233,13 @@ class Walk:
         finally:
             _current.walk = before
 
-    def use(self, ghost: Ghost) -> None:
-        """Note that an operator uses a ghost."""
-
-    def enter(self, name: str, stage: int, args: Any) -> None:
-        """A call of a unit begins."""
-        if stage < self.position:
-            raise RuntimeError(
-                f"{name} is in stage {stage}, and the model calls it in stage {self.position}: it "
-                f"would be on both sides of a cut. Move the cut, or make a second module that "
-                f"shares the parameters; where modules run in another order than they are listed, "
-                f"pass example= to pipeline()"
-            )
-        if stage > self.position:
-            if stage > self.position + 1:
-                raise RuntimeError(
-                    f"the model calls {name} of stage {stage} right after stage {self.position}: "
-                    f"no module of stage {self.position + 1} runs between"
-                )
-            self.begin(name, stage, args)
-            self.position = stage
-
-    def begin(self, name: str, stage: int, args: Any) -> None:
-        """The forward comes to a stage's first module."""
-
+    @abstractmethod
     def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's result."""
-        self.enter(gate.name, gate.stage, (args, kwargs))
-        self.is_inside = True
-        try:
-            result = gate.unit()(*args, **kwargs)
-        finally:
-            self.is_inside = False
-        return self.leave(gate.name, result)
-
-    def leave(self, name: str, result: Any) -> Any:
-        """A call of a unit ends with a result."""
-        return result
 
 
 class GhostWalk(Walk):
     """A forward of the whole model on ghosts, which finds what crosses the cuts."""
-
-    notes = True
 
     def __init__(self, split: Split, device: torch.device) -> None:
         super().__init__(split, device)
@@ -308,6 +249,9 @@ class GhostWalk(Walk):
         self.order: list[str] = []
         #: Ghosts that later stages use.
         self.used: list[Ghost] = []
+        #: Ghosts that an operator writes to, and the stage that does it.
+        self.written: list[tuple[Ghost, int]] = []
+        self._is_inside = False
 
     def use(self, ghost: Ghost) -> None:
         """Note the stage that uses a ghost."""
@@ -326,8 +270,47 @@ class GhostWalk(Walk):
                 self.used.append(ghost)
             ghost.used_by = self.position
 
-    def begin(self, name: str, stage: int, args: Any) -> None:
-        """Name the values in the arguments."""
+    def check_writes(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note writes, and refuse those between modules that another stage would not see."""
+        for number, schema in enumerate(func._schema.arguments):
+            if schema.alias_info is None or not schema.alias_info.is_write:
+                continue
+            value = args[number] if number < len(args) else kwargs.get(schema.name)
+            maker = value.made_by if isinstance(value, Ghost) else None
+            if isinstance(value, Ghost):
+                self.written.append((value, self.position))
+            if not self._is_inside and maker != self.position:
+                raise RuntimeError(
+                    f"{func} at {call_site()} writes in stage {self.position} to a tensor that "
+                    f"{'every stage' if maker is None else f'stage {maker}'} makes: write to a "
+                    f"copy, or do it in a module"
+                )
+
+    def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's result, in which values have names."""
+        name, stage = gate.name, gate.stage
+        if stage < self.position:
+            raise RuntimeError(
+                f"{name} is in stage {stage}, and the model calls it in stage {self.position}: it "
+                f"would be on both sides of a cut. Move the cut, or make a second module that "
+                f"shares the parameters; where modules run in another order than they are listed, "
+                f"pass example= to pipeline()"
+            )
+        if stage > self.position + 1:
+            raise RuntimeError(
+                f"the model calls {name} of stage {stage} right after stage {self.position}: "
+                f"no module of stage {self.position + 1} runs between"
+            )
+        if stage > self.position:
+            self._name_arguments(name, stage, (args, kwargs))
+        self.position, self._is_inside = stage, True
+        try:
+            result = gate.unit()(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        return self._named(name, result)
+
+    def _name_arguments(self, name: str, stage: int, args: Any) -> None:
         for number, (path, value) in enumerate(tree_flatten_with_path(args)[0]):
             which = keystr(path[1:]).strip("[]'")
             text = f"argument {which} of {name}"
@@ -338,8 +321,8 @@ class GhostWalk(Walk):
             elif isinstance(value, Tensor):
                 self.route.local[stage].append(text)
 
-    def leave(self, name: str, result: Any) -> Any:
-        """Name the values in the result; also those that depend on inputs alone are the unit's."""
+    def _named(self, name: str, result: Any) -> Any:
+        """A unit's result as ghosts, also what depends on inputs alone."""
         leaves, spec = tree_flatten(result)
         kept = list(leaves)
         for number, value in enumerate(leaves):
@@ -348,12 +331,11 @@ class GhostWalk(Walk):
                 if not isinstance(value, Ghost):
                     ghost = Ghost(_shadow_of(value), self.device, self.position)
                 if ghost.key is None:
-                    ghost.key, ghost.text = ("call", self.calls, number), name
+                    ghost.key, ghost.text = ("call", len(self.route.calls), number), name
                 leaves[number], kept[number] = ghost, ghost.shadow
         self.route.calls.append(Call(name, spec, tuple(kept)))
         if name not in self.order:
             self.order.append(name)
-        self.calls += 1
         return spec.unflatten(leaves)
 
     def finish(self, result: Any, first_trained: float) -> Route:
@@ -411,25 +393,43 @@ class StageWalk(Walk):
         received: Sequence[Tensor],
     ) -> None:
         super().__init__(split, device)
-        self.stage, self.route = stage, route
+        self.stage, self.route, self.calls = stage, route, 0
         self.received = received
         self.after = route.cuts[stage] if stage + 1 < split.stages else ()
         #: Values by key: all objects that stand for them.
         self.values: dict[Key, list[Tensor]] = {}
         self._drawn = _random_state() if stage else None
 
-    def enter(self, name: str, stage: int, args: Any) -> None:
-        """Compare the call with the route; end the forward at the next stage."""
+    def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's result; of another stage's unit, ghosts. Ends at the next stage."""
         calls = self.route.calls
         expected = calls[self.calls].name if self.calls < len(calls) else "the end"
-        if name != expected:
+        if gate.name != expected:
             raise RuntimeError(
-                f"the model calls {name} where it called {expected} for inputs of the same shapes: "
-                f"stages can follow a forward only if shapes decide what it calls"
+                f"the model calls {gate.name} where it called {expected} for inputs of the same "
+                f"shapes: stages can follow a forward only if shapes decide what it calls"
             )
-        super().enter(name, stage, args)
+        if gate.stage > self.position:
+            self._begin(gate.stage, (args, kwargs))
+            self.position = gate.stage
+        number, self.calls = self.calls, self.calls + 1
+        if gate.stage == self.stage:
+            result = gate.unit()(*args, **kwargs)
+            leaves = tree_flatten(result)[0]
+            for crossing in self.after:
+                if crossing.key[:2] == ("call", number):
+                    self.values[crossing.key] = [leaves[crossing.key[2]]]
+            return result
+        with torch._C._DisableTorchDispatch():
+            aliases = [x.detach() if isinstance(x, Tensor) else x for x in calls[number].leaves]
+        leaves = [
+            Ghost(x, self.device, gate.stage) if isinstance(x, Tensor) else x for x in aliases
+        ]
+        for leaf, value in enumerate(leaves):
+            self.values["call", number, leaf] = [value]
+        return calls[number].spec.unflatten(leaves)
 
-    def begin(self, name: str, stage: int, args: Any) -> None:
+    def _begin(self, stage: int, args: Any) -> None:
         """Turn received ghosts into tensors, or end."""
         leaves = tree_flatten(args)[0]
         for number, key in self.route.arguments[stage].items():
@@ -438,45 +438,20 @@ class StageWalk(Walk):
                 known.append(leaves[number])
         if stage > self.stage:
             raise Reached
-        if stage == self.stage:
-            if self._drawn is not None and self._drawn != _random_state():
-                raise RuntimeError(
-                    f"the model draws random numbers before stage {stage}, outside of the modules "
-                    f"of other stages, and each stage would draw others: draw them in a module "
-                    f"with parameters, or pass them as inputs"
-                )
-            before = self.route.cuts[stage - 1] if stage else ()
-            for crossing, tensor in zip(before, self.received, strict=True):
-                own: Tensor = Writable.apply(tensor)  # type: ignore[no-untyped-call]
-                for ghost in self.values.pop(crossing.key, ()):
-                    _become(ghost, own)
-                self.values[crossing.key] = [own]
-
-    def call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit's result; of another stage's unit, ghosts."""
-        if gate.stage == self.stage:
-            return super().call(gate, args, kwargs)
-        self.enter(gate.name, gate.stage, (args, kwargs))
-        call = self.route.calls[self.calls]
-        with torch._C._DisableTorchDispatch():
-            aliases = [x.detach() if isinstance(x, Tensor) else x for x in call.leaves]
-        leaves = [
-            Ghost(x, self.device, gate.stage) if isinstance(x, Tensor) else x for x in aliases
-        ]
-        for number, value in enumerate(leaves):
-            self.values["call", self.calls, number] = [value]
-        self.calls += 1
-        return call.spec.unflatten(leaves)
-
-    def leave(self, name: str, result: Any) -> Any:
-        """Keep what other stages need of a result."""
-        wanted = {each.key for each in self.after}
-        for number, value in enumerate(tree_flatten(result)[0]):
-            key: Key = ("call", self.calls, number)
-            if key in wanted:
-                self.values[key] = [value]
-        self.calls += 1
-        return result
+        if stage < self.stage:
+            return
+        if self._drawn is not None and self._drawn != _random_state():
+            raise RuntimeError(
+                f"the model draws random numbers before stage {stage}, outside of the modules of "
+                f"other stages, and each stage would draw others: draw them in a module with "
+                f"parameters, or pass them as inputs"
+            )
+        before = self.route.cuts[stage - 1] if stage else ()
+        for crossing, tensor in zip(before, self.received, strict=True):
+            own: Tensor = Writable.apply(tensor)  # type: ignore[no-untyped-call]
+            for ghost in self.values.pop(crossing.key, ()):
+                _become(ghost, own)
+            self.values[crossing.key] = [own]
 
     def sent(self) -> tuple[Tensor, ...]:
         """The values that cross the cut after the stage."""
