@@ -145,7 +145,7 @@ def test_going_on_from_a_state_takes_each_row_once(ranks: int) -> None:
 def test_an_iterator_that_takes_no_row_leaves_the_place() -> None:
     """torch's loader of rows without batches makes one, if it has workers."""
     sampler = DistributedSampler(range(6), 1, 0, shuffle=False)
-    sampler.resume(0, 4)
+    sampler.load_state_dict({"epoch": 0, "taken": 4})
     iter(sampler)
     assert list(sampler) == [4, 5]
 

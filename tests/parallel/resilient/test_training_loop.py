@@ -197,14 +197,14 @@ def test_a_rank_lost_in_a_save_in_the_background_does_not_cost_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks save the state that they go on with."""
-    write = asynchronous._write
+    write = saving.write_and_commit
 
-    def dying(save: Any, copies: Any, ranks: Any, pending: Any) -> None:
+    def dying(save: Any, elements: Any, ranks: Any, count: Any) -> None:
         if ranks.number == 1 and len(ranks.all) == 3:
             raise Gone
-        write(save, copies, ranks, pending)
+        write(save, elements, ranks, count)
 
-    monkeypatch.setattr(asynchronous, "_write", dying)
+    monkeypatch.setattr(asynchronous, "write_and_commit", dying)
 
     def program(rank: int) -> object:
         def disturb(number: int) -> None:
