@@ -15,7 +15,7 @@ import pytest
 
 import tilework.distributed as dist
 from tests.parallel.resilient.programs import BUILDS, make_loop, undisturbed
-from tilework.checkpoint import CheckpointManager, asynchronous
+from tilework.checkpoint import CheckpointManager, asynchronous, saving
 from tilework.comm.elastic.grow import rejoin
 from tilework.comm.groups import _SUCCESSORS
 from tilework.comm.world import current_world
