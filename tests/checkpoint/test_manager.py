@@ -49,6 +49,9 @@ def test_the_best_one_is_kept(tmp_path: Path, best: str, expected: list[int]) ->
             {"loss": loss, "rate": float("inf")}, nan_ok=True
         )
     assert steps(manager) == expected
+    kept = manager.best_one()
+    assert kept is not None
+    assert kept.step == expected[0]
     with pytest.raises(ValueError, match="'loss', which is not among"):
         manager.save(9, {"x": 1}, {"accuracy": 1})
 

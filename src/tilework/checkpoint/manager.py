@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from operator import index as whole_number
 from typing import Any
 
 from tilework.checkpoint.api import Names, async_save, load, save
-from tilework.checkpoint.asynchronous import finish_pending
+from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_text import is_ours
@@ -91,9 +92,7 @@ class CheckpointManager:
                 f"this manager keeps the checkpoint with the best {self._metric!r}, which is not "
                 f"among the metrics {sorted(numbers)}: give it to save()"
             )
-        ranks = Ranks(self._group)
-        finish_pending(ranks)
-        self._first_does(ranks, self._clean)
+        self.wait()
         listed = {name: encode_value(number, name) for name, number in numbers.items()}
         options = SaveOptions(meta={"step": step, "metrics": listed})
         path = self._storage.inner(_name(step))
@@ -102,7 +101,7 @@ class CheckpointManager:
             async_save(state, path, options, group=self._group)
             return
         save(state, path, options, group=self._group)
-        self._first_does(ranks, self._clean)
+        self._clean_on_first()
 
     def wait(self) -> None:
         """Wait for a running save; then remove checkpoints that should not be kept. Collective.
@@ -110,9 +109,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: The save has failed.
         """
-        ranks = Ranks(self._group)
-        finish_pending(ranks)
-        self._first_does(ranks, self._clean)
+        Ranks(self._group).gather(raise_pending)
+        self._clean_on_first()
 
     def all(self) -> list[KeptCheckpoint]:
         """The complete checkpoints in the folder, the lowest step first. Local."""
@@ -122,6 +120,10 @@ class CheckpointManager:
         """The folder of the complete checkpoint with the highest step; None without any. Local."""
         kept = self.all()
         return kept[-1].path if kept else None
+
+    def best_one(self) -> KeptCheckpoint | None:
+        """The complete checkpoint with the best metric; None if there is none. Local."""
+        return self._best_of(self.all())
 
     def resume(
         self, into: Any, *, names: Names = None, map_names: MapNames = None, strict: bool = True
@@ -136,7 +138,7 @@ class CheckpointManager:
             UserWarning: A later checkpoint was saved, but is damaged or cannot be read.
         """
         ranks = Ranks(self._group)
-        finish_pending(ranks)
+        ranks.gather(raise_pending)
         # The first rank's answer is used: a folder may look different a moment later.
         latest, damage = ranks.gather(
             lambda: self._latest_step() if ranks.is_first else (None, "")
@@ -173,19 +175,16 @@ class CheckpointManager:
         return (self.best or "").removeprefix("max:").removeprefix("min:")
 
     def _best_of(self, kept: list[KeptCheckpoint]) -> KeptCheckpoint | None:
-        rated = [each for each in kept if self._metric in each.metrics]
-        sign = -1 if (self.best or "").startswith("max:") else 1
-        # Of equal ones the latest; NaN is never the best.
-        return min(
-            (each for each in rated if each.metrics[self._metric] == each.metrics[self._metric]),
-            key=lambda each: (sign * each.metrics[self._metric], -each.step),
-            default=None,
-        )
+        name, sign = self._metric, -1 if (self.best or "").startswith("max:") else 1
+        rated = [each for each in kept if not math.isnan(each.metrics.get(name, math.nan))]
+        # Of equal ones the latest.
+        return min(rated, key=lambda each: (sign * each.metrics[name], -each.step), default=None)
 
     # -- removal --------------------------------------------------------------------------------
 
-    def _first_does(self, ranks: Ranks, work: Any) -> None:
-        ranks.gather(lambda: work() if ranks.is_first else None)
+    def _clean_on_first(self) -> None:
+        ranks = Ranks(self._group)
+        ranks.gather(lambda: self._clean() if ranks.is_first else None)
 
     def _clean(self) -> None:
         kept = self.all()
