@@ -85,8 +85,8 @@ def test_one_rank_along_a_partial_axis_is_a_whole_value() -> None:
     ("mesh", "placed", "message"),
     [
         ([0, 1], [], "takes 1, got"),
-        ([[0, 1], [2]], [Shard(0), Shard(1)], "rows are equally long"),
-        ([[0, 1], 2], [Shard(0), Shard(1)], "rows are equally long"),
+        ([[0, 1], [2]], [Shard(0), Shard(1)], "rows differ in length"),
+        ([[0, 1], 2], [Shard(0), Shard(1)], "rows differ in length"),
         ([0, 1, 0], [Shard(0)], "none twice"),
         ([], [Shard(0)], "one or more ranks"),
         ([0, 1], [Shard(2)], r"\(4, 6\) has no dim 2"),

@@ -1,8 +1,4 @@
-"""Tensors composed of saved tensors: several as one, or a piece of one. Pure.
-
-Parts stay in place: a composed tensor is read like any other tensor, and each rank reads the bytes
-that it needs.
-"""
+"""Tensors composed of parts of saved tensors, which stay in place: several, or a piece. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import Any
 from tilework.checkpoint.format import Part, SavedTensor, chunk_count
 from tilework.errors import CheckpointError
 from tilework.layout import Box
+from tilework.layout.internal import replaced, whole_box, with_span
 
 #: Bytes read at a time from files without checksums, to read little around the needed bytes.
 UNCHECKED_BYTES = 64 << 10
@@ -59,7 +56,9 @@ def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
     """The concatenation of tensors along a dim."""
     first = tensors[0]
     for each in tensors:
-        if each.dtype != first.dtype or _without(each.shape, dim) != _without(first.shape, dim):
+        if each.dtype != first.dtype or replaced(each.shape, dim, 0) != replaced(
+            first.shape, dim, 0
+        ):
             raise CheckpointError(
                 f"{first.name!r} ({first.dtype}, {list(first.shape)}) and {each.name!r} "
                 f"({each.dtype}, {list(each.shape)}) cannot be joined along dim {dim}: joined "
@@ -69,9 +68,11 @@ def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
     parts: list[Part] = []
     at = 0
     for each in tensors:
-        parts += [replace(part, box=_moved(part.box, dim, at)) for part in each.parts]
+        for part in each.parts:
+            start, size = part.box.offsets[dim], part.box.sizes[dim]
+            parts.append(replace(part, box=with_span(part.box, dim, at + start, size)))
         at += each.shape[dim]
-    shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
+    shape = replaced(first.shape, dim, at)
     return SavedTensor(" + ".join(each.name for each in tensors), first.dtype, shape, tuple(parts))
 
 
@@ -118,8 +119,7 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
             tensor=tensor.name,
         )
     size = tensor.shape[dim] // of.count
-    sizes = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-    window = Box(tuple(size * of.number * (d == dim) for d in range(len(sizes))), sizes)
+    window = with_span(whole_box(tensor.shape), dim, size * of.number, size)
     parts = [
         run
         for part in tensor.parts
@@ -127,7 +127,7 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
         for run in runs(part, shared, window, tensor.itemsize)
     ]
     name = f"{tensor.name}[{of.number}/{of.count}]"
-    return SavedTensor(name, tensor.dtype, sizes, tuple(parts))
+    return SavedTensor(name, tensor.dtype, window.sizes, tuple(parts))
 
 
 def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
@@ -149,14 +149,8 @@ def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
         )
         nbytes = box.volume * itemsize
         sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)
-        relative = Box(box.relative_to(window).offsets, box.sizes)
-        yield Part(relative, part.file, part.offset + start * itemsize, nbytes, sums)
-
-
-def _moved(box: Box, dim: int, by: int) -> Box:
-    offsets = list(box.offsets)
-    offsets[dim] += by
-    return Box(tuple(offsets), box.sizes)
+        place = part.offset + start * itemsize
+        yield Part(box.relative_to(window), part.file, place, nbytes, sums)
 
 
 def _with_first_dim(tensor: SavedTensor) -> SavedTensor:
@@ -165,7 +159,3 @@ def _with_first_dim(tensor: SavedTensor) -> SavedTensor:
         for part in tensor.parts
     ]
     return replace(tensor, shape=(1, *tensor.shape), parts=tuple(parts))
-
-
-def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return tuple(size for d, size in enumerate(shape) if d != dim)

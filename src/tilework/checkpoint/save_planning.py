@@ -15,6 +15,7 @@ from tilework.checkpoint.format import ITEM_BYTES, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
 from tilework.layout import Box
+from tilework.layout.internal import with_span
 
 #: The default maximum of bytes of a file, and therefore of a part.
 FILE_BYTES = 4 << 30
@@ -157,15 +158,8 @@ def _split(
 
 
 def _cut_at(box: Box, dim: int, rows: int) -> tuple[Box, Box]:
-    before, after = box.sizes[:dim], box.sizes[dim + 1 :]
-    start = box.offsets[dim] + rows
-    return (
-        Box(box.offsets, (*before, rows, *after)),
-        Box(
-            (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
-            (*before, box.sizes[dim] - rows, *after),
-        ),
-    )
+    start, size = box.offsets[dim], box.sizes[dim]
+    return with_span(box, dim, start, rows), with_span(box, dim, start + rows, size - rows)
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:

@@ -1,19 +1,9 @@
 """Geometry of sharded tensors, in pure integers: boxes, tilings, and plans to move between them.
 
-A :class:`Box` is a region of a tensor, a :class:`Tiling` says which ranks hold which boxes, and
-``sharding`` is the one module that knows which boxes placements on a mesh mean.
-
-There are two planners, for two questions:
-
-- :func:`plan` goes from any tiling to any other. It finds, for one rank, the boxes that it sends
-  and receives, and the equivalent collective, if there is one. ShardedTensor, whose shards may be
-  anywhere, uses only this planner; a mesh needs it where no sequence of collectives is cheap.
-- :func:`redistribution_steps` goes from one layout on a mesh to another. It searches for the
-  cheapest sequence of collectives along the mesh's axes. The sequence is found without looking at
-  boxes, runs without packing, and can be differentiated and printed step by step. One kind of step
-  is a plan.
-
-Both take their prices from :class:`CostModel`, and so does the choice of layouts for operators.
+There are two planners. :func:`plan` goes from any tiling to any other: the boxes that a rank sends
+and receives. :func:`redistribution_steps` goes from one layout on a mesh to another: the cheapest
+sequence of collectives along axes, which can be differentiated. Both take their prices from
+:class:`CostModel`. See docs/architecture/layout.md.
 """
 
 from tilework.layout.box import (

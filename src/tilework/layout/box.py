@@ -1,8 +1,4 @@
-"""Boxes: regions of a tensor, by offset and size in each dim.
-
-Chunks of an extent have sizes and offsets as in ``torch.chunk``, or explicit sizes; several axes of
-a mesh shard a dim one after the other.
-"""
+"""Boxes: regions of a tensor, by offset and size in each dim; and the shards of an extent."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
-from operator import index
+from operator import eq, index
 from typing import Any
 
 Ints = tuple[int, ...]
@@ -131,6 +127,16 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def replaced(numbers: Sequence[int], dim: int, number: int) -> Ints:
+    """The numbers of all dims, with another for one dim."""
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
+
+
+def with_span(box: Box, dim: int, start: int, size: int) -> Box:
+    """The box with another offset and size in one dim."""
+    return trusted_box(replaced(box.offsets, dim, start), replaced(box.sizes, dim, size))
+
+
 def packed(boxes: Sequence[Box]) -> list[Box]:
     """The place of each of a rank's boxes in the local tensor, where they lie side by side."""
     by_dim = [
@@ -233,14 +239,11 @@ def infer_chunking(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
     shape = tuple(shape)
     if not boxes or any(box.ndim != len(shape) for box in boxes):
         return None
+    whole = whole_box(shape)
     for dim, extent in enumerate(shape):
-        starts, sizes = chunk_offsets(extent, len(boxes)), chunk_sizes(extent, len(boxes))
-        zeros = (0,) * len(shape)
-        if all(
-            box.sizes == (*shape[:dim], size, *shape[dim + 1 :])
-            and box.offsets == (*zeros[:dim], start, *zeros[dim + 1 :])
-            for box, start, size in zip(boxes, starts, sizes, strict=True)
-        ):
+        spans = zip(chunk_offsets(extent, len(boxes)), chunk_sizes(extent, len(boxes)), strict=True)
+        chunks = (with_span(whole, dim, start, size) for start, size in spans)
+        if all(map(eq, boxes, chunks)):
             return dim
     return None
 

@@ -14,6 +14,7 @@ from tilework.layout.box import (
     is_dealt,
     packed,
     ranges_at,
+    replaced,
     shard_at,
     shard_extents,
     shard_sizes,
@@ -23,6 +24,7 @@ from tilework.layout.box import (
     whole_box,
     whole_number,
     whole_numbers,
+    with_span,
 )
 from tilework.layout.box_columns import BoxIndex
 from tilework.layout.cost import DEFAULT_COST, AxisChange
@@ -36,5 +38,5 @@ from tilework.layout.placements import (
     shard_of,
 )
 from tilework.layout.planning import replicated_tiling, transfer_plan
-from tilework.layout.sharding import existing_dim, normal_form
+from tilework.layout.sharding import existing_dim, flat_mesh, normal_form
 from tilework.layout.tiling import trusted_tile, trusted_tiling

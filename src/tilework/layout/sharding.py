@@ -2,16 +2,11 @@
 
 Several axes may shard one dim, in an order: the outermost axis splits the whole extent, the next
 splits each of these shards, and so on. The ``splits`` of a dim are that order as a tuple; each
-entry is an axis and the way in which the axis splits. Everything else follows from the splits: the
-shards of a dim (:func:`shards`), the shard at a mesh coordinate (:func:`shard_at`), their sizes
-(:func:`shard_extents`), the inverse from sizes to splits (:func:`infer_splits`), the normal form of
-a layout (:func:`normal_layout`), and its tiling (:func:`mesh_tiling`).
+entry is an axis and the way in which the axis splits. Everything else follows from the splits.
 
 A shard is one range of the dim, unless an axis deals blocks in turns: then it is several ranges,
-one after the other (:func:`shard_ranges`, :func:`ranges_at`). Whoever asks for *the* range of such
-a shard gets :class:`SeveralRangesError`.
-
-The same functions serve the dims of tensors and the factors of operators.
+and whoever asks for *the* range gets :class:`SeveralRangesError`. The same functions serve the dims
+of tensors and the factors of operators.
 """
 
 from __future__ import annotations
@@ -32,7 +27,9 @@ from tilework.layout.box import (
     shard_extents,
     shard_ranges,
     sums_of_combinations,
-    trusted_box,
+    whole_box,
+    whole_number,
+    with_span,
 )
 from tilework.layout.placements import (
     Layout,
@@ -140,8 +137,9 @@ def mesh_tiling(
         [('[0:2, 0:6]', (0, 1)), ('[2:4, 0:6]', (2, 3))]
     """
     shape = tuple(map(int, shape))
-    lengths, ranks = _flat(mesh)
-    _check_mesh(ranks)
+    lengths, ranks = flat_mesh(mesh)
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"a mesh must have one or more ranks, none twice, got {list(ranks)}")
     layout = Layout(tuple(placements), None if order is None else tuple(order))
     splits = splits_of(shape, lengths, layout)
     kinds: dict[type[Placement], list[int]] = {Shard: [], Replicate: [], Partial: []}
@@ -203,9 +201,9 @@ def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tilin
     dim = existing_dim(dim, shape)
     starts = chunk_offsets(shape[dim], len(owners))
     sizes = chunk_sizes(shape[dim], len(owners))
-    zeros = (0,) * len(shape)
+    whole = whole_box(shape)
     tiles = [
-        trusted_tile(trusted_box(_with(zeros, dim, start), _with(shape, dim, size)), (int(owner),))
+        trusted_tile(with_span(whole, dim, start, size), (int(owner),))
         for start, size, owner in zip(starts, sizes, owners, strict=True)
     ]
     return trusted_tiling(shape, (tuple(tiles),))
@@ -219,24 +217,13 @@ def existing_dim(dim: int, shape: Ints) -> int:
     return dim % len(shape)
 
 
-def _with(numbers: Ints, dim: int, number: int) -> Ints:
-    return (*numbers[:dim], number, *numbers[dim + 1 :])
-
-
-def _flat(mesh: Any) -> tuple[Ints, list[int]]:
-    if not isinstance(mesh, (list, tuple)):
-        return (), [int(mesh)]
-    if not any(isinstance(part, (list, tuple)) for part in mesh):
-        return (len(mesh),), list(map(int, mesh))
-    lengths, ranks = zip(*map(_flat, mesh), strict=True)
-    if len(set(lengths)) != 1:
-        raise ValueError(
-            f"a mesh is a nested list of ranks whose rows are equally long, got rows of the "
-            f"shapes {sorted(set(lengths))}: give each row as many ranks"
-        )
-    return (len(mesh), *lengths[0]), [rank for part in ranks for rank in part]
-
-
-def _check_mesh(ranks: list[int]) -> None:
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"a mesh must have one or more ranks, none twice, got {ranks}")
+def flat_mesh(nested: Any) -> tuple[Ints, Ints]:
+    """The shape and the ranks of a mesh in nested sequences; the last axis runs fastest."""
+    if isinstance(nested, str | bytes) or not isinstance(nested, Sequence):
+        takes = "a mesh is ranks in nested sequences, or a tensor of ranks"
+        return (), (whole_number(nested, takes),)
+    parts = [flat_mesh(part) for part in nested]
+    shapes = {shape for shape, _ in parts} or {()}
+    if len(shapes) > 1:
+        raise ValueError(f"a mesh must be a full grid, but rows differ in length: {nested!r}")
+    return (len(parts), *shapes.pop()), tuple([rank for _, ranks in parts for rank in ranks])

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import cycle, pairwise
 from typing import NamedTuple
 
-from tilework.layout.box import Box, Ints, trusted_box
+from tilework.layout.box import Box, Ints, with_span
 from tilework.layout.cost import CostModel
 from tilework.layout.tiling import Tiling
 
@@ -192,10 +192,4 @@ def _split(box: Box, parts: int) -> list[Box]:
     dim = next(d for d, size in enumerate(box.sizes) if size >= parts)
     start, size = box.offsets[dim], box.sizes[dim]
     bounds = [start + size * i // parts for i in range(parts + 1)]
-    return [
-        trusted_box(
-            (*box.offsets[:dim], low, *box.offsets[dim + 1 :]),
-            (*box.sizes[:dim], high - low, *box.sizes[dim + 1 :]),
-        )
-        for low, high in pairwise(bounds)
-    ]
+    return [with_span(box, dim, low, high - low) for low, high in pairwise(bounds)]

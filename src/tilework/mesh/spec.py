@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilework.layout.internal import whole_numbers
+from tilework.layout.internal import flat_mesh, whole_numbers
 
 Ints = tuple[int, ...]
 _SHAPE = "mesh_shape has the number of ranks along each axis, as (2, 4)"
@@ -75,7 +75,7 @@ class MeshSpec:
         nested = ranks.tolist() if hasattr(ranks, "tolist") else ranks
         if isinstance(nested, int):
             nested = [nested]
-        shape, flat = _flatten(nested)
+        shape, flat = flat_mesh(nested)
         return cls(shape, flat, None if names is None else tuple(names))
 
     @property
@@ -257,18 +257,3 @@ def _checked_names(names: Iterable[str], ndim: int) -> tuple[str, ...]:
     if not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"mesh_dim_names must be strings that are not empty, got {list(names)}")
     return names
-
-
-def _flatten(nested: Any) -> tuple[Ints, Ints]:
-    if isinstance(nested, int):
-        return (), (nested,)
-    if not isinstance(nested, Sequence) or isinstance(nested, (str, bytes)):
-        raise TypeError(
-            f"a mesh must be ranks in nested sequences, or a tensor of ranks, got {nested!r}"
-        )
-    parts = [_flatten(part) for part in nested]
-    shapes = {shape for shape, _ in parts}
-    if len(shapes) > 1:
-        raise ValueError(f"a mesh must be a full grid, but rows differ in length: {nested!r}")
-    inner = shapes.pop() if shapes else ()
-    return (len(parts), *inner), tuple(rank for _, ranks in parts for rank in ranks)
