@@ -6,21 +6,7 @@
     checkpoint.load("run/step-100", into={"model": model, "optimizer": optimizer})
 
 A checkpoint is a folder of safetensors files and one JSON index; docs/format.md specifies it.
-
-- ``api``: the functions that programs call; ``asynchronous``: saving in the background;
-  ``manager``: the checkpoints of one run;
-- ``stateful_objects``, ``flattening``, ``flat_state``, ``values``: states of objects as
-  containers, containers as paths;
-- ``describing``, ``save_planning``, ``saving``: the ranks' states, the parts of each rank, the
-  protocol;
-- ``safetensors_index``, ``published``, ``composing``: published weights, in the names and forms of
-  a model that has no memory yet; ``publishing``: the way back;
-- ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``host_load``, ``loading``: the
-  way back;
-- ``state_dict``: state dicts by names, whole or sharded, as in torch;
-- ``showing``, ``verifying``, ``formats``, ``command``: showing checkpoints,
-  and other formats;
-- ``format``, ``index_text``: the index; ``storage``, ``url_storage``: files.
+docs/architecture/checkpoint.md says which modules save and load, in order.
 """
 
 # ruff: noqa: F405

@@ -1,8 +1,4 @@
-"""Asynchronous saving: a copy in memory, which a thread writes.
-
-The thread uses a separate group, so that it does not mix with the program's collectives. Each rank
-runs one save at a time: the next save waits for the last, and raises its error.
-"""
+"""Asynchronous saving: a copy in memory, which a thread writes, on a separate group."""
 
 from __future__ import annotations
 
@@ -70,9 +66,8 @@ class PendingSave:
             self._is_seen = True
             raise self._error
 
-    def result(self, timeout: float | None = None) -> None:
-        """:meth:`wait`, under the name in futures."""
-        self.wait(timeout)
+    #: The name in futures.
+    result = wait
 
     def _has_ended(self, timeout: float | None) -> bool:
         """Wait for the end of the save; the first rank shows progress. False if the time is up."""
@@ -130,11 +125,6 @@ def raise_pending() -> None:
     background.last = None
     if last._error is not None and not last._is_seen:
         raise CheckpointError(f"the save to {last.path} before this one has failed: {last._error}")
-
-
-def finish_pending(ranks: Ranks) -> None:
-    """Wait for the running saves of all these ranks; raise an error on all of them. Collective."""
-    ranks.gather(raise_pending)
 
 
 def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:

@@ -1,8 +1,4 @@
-"""The states of all ranks as one: common parts are saved once, the rest for each rank.
-
-Every rank describes its state, the ranks compare descriptions, and all make the same list of
-tensors.
-"""
+"""The states of all ranks as one: common parts are saved once, the rest for each rank."""
 
 from __future__ import annotations
 
@@ -106,9 +102,13 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
 
 def check_dense(tensor: Tensor, where: str) -> None:
     """Raise TypeError unless a tensor is dense, with values in memory."""
-    tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else (tensor,)
-    for tile in tiles:  # plain tensors are quick to check
+    for tile in local_parts(tensor):
         _check_plain(tile, where)
+
+
+def local_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensors with a tensor's elements on this rank: the tiles, or the tensor itself."""
+    return tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
 
 
 def _check_plain(leaf: Tensor, where: str) -> None:

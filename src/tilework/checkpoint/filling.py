@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name, piece
+from tilework.checkpoint.describing import local_parts
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import (
     flatten,
@@ -90,9 +91,7 @@ class Filling:
         return mapped if isinstance(mapped, str) else self.compose(mapped)
 
     def compose(self, of: Sequence[str] | PieceOf) -> str:
-        """Compose a tensor of saved tensors; the name of it, which is missing if one of them is
-        missing.
-        """
+        """Compose a tensor of saved tensors, unless one of them is missing; return the name."""
         names = (of.name,) if isinstance(of, PieceOf) else tuple(of)
         leaves = [self.saved.leaves.get(self._paths.get(name, ())) for name in names]
         tensors = [self.tensor_named(leaf) for leaf in leaves if isinstance(leaf, NamedTensor)]
@@ -227,7 +226,7 @@ class Filling:
         self.filled.append(where)
 
     def _is_filled(self, tensor: Tensor, saved: SavedTensor) -> bool:
-        tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
+        tiles = local_parts(tensor)
         memory = tuple((tile.data_ptr(), tile.shape, tile.stride(), tile.dtype) for tile in tiles)
         known = self._memory.setdefault((saved.parts, memory), tensor)
         return known is not tensor and bool(saved.parts) and any(tile.numel() for tile in tiles)
@@ -452,13 +451,8 @@ def _held(module: nn.Module) -> Iterable[Any]:
 
 
 def _addresses(values: Iterable[Any]) -> set[int]:
-    addresses: set[int] = set()
-    for value in values:
-        if isinstance(value, TiledTensor):
-            addresses.update(tile.data_ptr() for tile in value.local_tiles())
-        elif isinstance(value, Tensor):
-            addresses.add(value.data_ptr())
-    return addresses
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return {part.data_ptr() for tensor in tensors for part in local_parts(tensor)}
 
 
 def _check_one_copy(tensor: Tensor, saved: PerRank, where: str) -> None:

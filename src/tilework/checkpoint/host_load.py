@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import xor
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,10 +39,8 @@ class HostLoad:
     group: ProcessGroup | None
 
 
-class WayOfReading(Protocol):
-    """A way in which the ranks of a host read a part of a plan, all in the same order."""
-
-    def __call__(self, load: HostLoad) -> None: ...
+#: A way in which the ranks of a host read a part of a plan, all in the same order.
+WayOfReading = Callable[[HostLoad], None]
 
 
 def read_own(load: HostLoad) -> None:

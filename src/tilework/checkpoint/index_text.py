@@ -113,8 +113,7 @@ Refusal = Callable[..., CheckpointError]
 def _checked_json(text: bytes, refused: Refusal) -> Any:
     tail = _TAIL.search(text, max(0, len(text) - 40))
     if tail is None or tail.end() != len(text):
-        body = _loaded(text, refused)
-        _check_version(body, refused)
+        _loaded(text, refused)  # whose errors say more
         raise refused(
             f"the index does not end with a checksum: the file is truncated or damaged. {_REMEDY}"
         )
@@ -123,9 +122,7 @@ def _checked_json(text: bytes, refused: Refusal) -> Any:
         raise refused(
             f"the index is damaged: the CRC-32 is {found}, and the index says {expected}. {_REMEDY}"
         )
-    body = _loaded(text, refused)
-    _check_version(body, refused)
-    return body
+    return _loaded(text, refused)
 
 
 def _loaded(text: bytes, refused: Refusal) -> Any:
@@ -142,6 +139,7 @@ def _loaded(text: bytes, refused: Refusal) -> Any:
             f"this is not the index of a checkpoint ({error or 'nested too deep'}): give the path "
             f"of a folder that checkpoint.save() has written"
         ) from None
+    _check_version(body, refused)
     return body
 
 

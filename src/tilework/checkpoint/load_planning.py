@@ -240,9 +240,7 @@ def is_for_all(unit: ReadUnit, host: Sequence[int]) -> bool:
 
 
 def blocks_of(part: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Cut a range of a part's elements into boxes, each with the first element's place in the
-    range.
-    """
+    """Cut a range of a part's elements into boxes, each with the place in the range."""
     at = 0
     for block in blocks(part.sizes, start, stop):
         offsets, sizes = list(part.offsets), list(part.sizes)

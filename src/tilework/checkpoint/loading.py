@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames
-from tilework.checkpoint.describing import is_partial, tiles_of
+from tilework.checkpoint.describing import is_partial, local_parts, tiles_of
 from tilework.checkpoint.filling import Filling, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
@@ -48,9 +48,7 @@ from tilework.tiled import TiledTensor
 
 def has_no_memory(tensor: Tensor) -> bool:
     """True for a tensor on ``meta``, or a sharded tensor with a local part on ``meta``."""
-    if isinstance(tensor, TiledTensor):
-        return any(tile.is_meta for tile in tensor.local_tiles())
-    return tensor.is_meta
+    return any(part.is_meta for part in local_parts(tensor))
 
 
 def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
@@ -184,9 +182,12 @@ class LoadReport:
         for what in ("missing", "unused", "other_ranks", "converted"):
             names: list[str] = getattr(self, what)
             if names:
-                more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-                lines.append(f"{what.replace('_', ' ')}: {', '.join(names[:8])}{more}")
+                lines.append(f"{what.replace('_', ' ')}: {_listed(names)}")
         return "\n".join(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def load_into(
@@ -196,26 +197,26 @@ def load_into(
     prepared = _prepared(storage, state, ranks, options)
     filling, reader = prepared.filling, prepared.reader
     try:
-        asked, temporary = _without_partial(prepared, ranks)
+        temporary = _without_partial(prepared, ranks) if prepared.some_partial else []
         reader.progress, progress.total = progress, _nbytes(filling.targets)
-        _fill(filling, asked, ranks, reader)
+        _fill(prepared, ranks)
     finally:
         reader.close()
     for target, partial in temporary:
         _become_partial(target.tensor, partial)
-    report = LoadReport(_finished(prepared, storage, ranks))
-    report.loaded = filling.filled
-    report.converted = [t.where for t in filling.targets if t.tensor.dtype != DTYPES[t.saved.dtype]]
-    report.missing, report.other_ranks = filling.missing, filling.other_ranks
-    report.unused = filling.unused
-    report.bytes_read = reader.bytes_read
-    return report
+    return LoadReport(
+        _finished(prepared, storage, ranks),
+        filling.filled,
+        filling.missing,
+        filling.unused,
+        filling.other_ranks,
+        [t.where for t in filling.targets if t.tensor.dtype != DTYPES[t.saved.dtype]],
+        reader.bytes_read,
+    )
 
 
 #: A rank's request for a target: the saved name, and the tiles, or None for the full tensor.
 _Asked = tuple[str, tuple[Any, ...] | None]
-#: For each rank: True if it can share pages of files, and the rank's requests.
-_Answers = list[tuple[bool, list[_Asked]]]
 #: A rank's view: files, unused patterns, the rank's answer, and composed objects.
 _Seen = tuple[list[str], list[str], tuple[bool, list[_Asked], bool], list[tuple[Any, ...]]]
 
@@ -228,8 +229,12 @@ class _Prepared:
     filling: Filling
     #: Ends the load on this rank once all tensors are filled; returns the state.
     finish: Callable[[], Any]
-    #: For each rank: True if it can share pages of files, the requests, True if some are partial.
-    answers: list[tuple[bool, list[_Asked], bool]] = field(default_factory=list)
+    asked: list[list[_Asked]] = field(default_factory=list)
+    """The requests of each rank."""
+    can_share: list[bool] = field(default_factory=list)
+    """For each rank: True if it can share pages of files."""
+    some_partial: bool = False
+    """True if a rank requests a partial tensor."""
 
 
 def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) -> _Prepared:
@@ -279,10 +284,13 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
         for each in made:
             each.reader.close()
         raise
-    made[0].answers = [answer for _, _, answer, _ in seen]
-    for *_, composed in seen:
-        made[0].filling.compose_all(composed)
-    return made[0]
+    prepared = made[0]
+    for *_, (can_share, asked, some_partial), composed in seen:
+        prepared.can_share.append(can_share)
+        prepared.asked.append(asked)
+        prepared.some_partial |= some_partial
+        prepared.filling.compose_all(composed)
+    return prepared
 
 
 def _has(filling: Filling, path: Path, name: str) -> bool:
@@ -313,14 +321,11 @@ def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
 
 
 def _missing_text(storage: Storage, filling: Filling) -> str:
-    def listed(names: Sequence[str]) -> str:
-        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
     looked_for = [(name, filling.mapped(name)) for name in filling.missing]
     lacking = [name if name == own else f"{own} (for {name})" for name, own in looked_for]
-    others = f". It has {listed(filling.unused)}, unused" if filling.unused else ""
+    others = f". It has {_listed(filling.unused)}, unused" if filling.unused else ""
     return (
-        f"{storage.location} lacks {listed(lacking)}: rename them with map_names, "
+        f"{storage.location} lacks {_listed(lacking)}: rename them with map_names, "
         f"choose others with names, or leave them as they are with strict=False{others}"
     )
 
@@ -335,13 +340,8 @@ def _asked(targets: Sequence[Target]) -> list[_Asked]:
     ]
 
 
-def _without_partial(
-    prepared: _Prepared, ranks: Ranks
-) -> tuple[_Answers, list[tuple[Target, DTensor]]]:
-    """All ranks' requests, with temporary replicas for partial targets, and these. Collective."""
-    answers = [(pages, asked) for pages, asked, _ in prepared.answers]
-    if not any(has_partial for _, _, has_partial in prepared.answers):
-        return answers, []
+def _without_partial(prepared: _Prepared, ranks: Ranks) -> list[tuple[Target, DTensor]]:
+    """Request temporary replicas instead of partial targets; returns both. Collective."""
     targets, temporary = prepared.filling.targets, []
     for number, target in enumerate(targets):
         tensor = target.tensor
@@ -350,8 +350,8 @@ def _without_partial(
             replicated = detached.redistribute(placements=layout_of(tensor).dual.placements)
             targets[number] = Target(target.saved, replicated, target.where)
             temporary.append((targets[number], tensor))
-    asked_now = ranks.gather(lambda: _asked(targets))
-    return [(pages, now) for (pages, _), now in zip(answers, asked_now, strict=True)], temporary
+    prepared.asked = ranks.gather(lambda: _asked(targets))
+    return temporary
 
 
 def _become_partial(filled: Tensor, partial: DTensor) -> None:
@@ -361,15 +361,14 @@ def _become_partial(filled: Tensor, partial: DTensor) -> None:
         local_tensor_of(partial).detach().copy_(local_tensor_of(again))
 
 
-def _fill(filling: Filling, answers: _Answers, ranks: Ranks, reader: PartReader) -> None:
-    wanted, mine = merge_wanted([asked for _, asked in answers], ranks, filling.tensors)
+def _fill(prepared: _Prepared, ranks: Ranks) -> None:
+    reader, targets = prepared.reader, prepared.filling.targets
+    wanted, mine = merge_wanted(prepared.asked, ranks, prepared.filling.tensors)
     host = ranks.same_host()
-    # Only the answers of this host's ranks count.
-    can_share = dict(zip(ranks.all, (pages for pages, _ in answers), strict=True))
+    can_share = dict(zip(ranks.all, prepared.can_share, strict=True))
     by_pages = all(can_share[rank] for rank in host.all)
     chunk = reader.index.chunk_bytes
     plan = plan_load(wanted, host.all, ranks.here, chunk, splits=by_pages)
-    targets = filling.targets
     tensors = [targets[number].tensor if number is not None else None for number in mine]
     places = Targets(wanted, tensors, ranks.here, reader.shares_pages())
     load = HostLoad(plan, wanted, reader, places, ranks.here, host.group)
@@ -388,8 +387,10 @@ def _run_all(
                 read(load)
             except Exception as error:  # every class: other ranks continue with the next way
                 failures.append(error)
-        for tensor in written:
-            _count_writes(tensor)
+        # Autograd sees by the version that memory was written.
+        for each in (part for tensor in written for part in local_parts(tensor)):
+            if not each.is_inference():
+                increment_version(each)
 
     def outcome() -> None:
         if failures:
@@ -448,16 +449,4 @@ class _ListedTiles:
 
 
 def _nbytes(targets: Sequence[Target]) -> int:
-    total = 0
-    for target in targets:
-        tensor = target.tensor
-        tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
-        total += sum(tile.numel() for tile in tiles) * target.saved.itemsize
-    return total
-
-
-def _count_writes(tensor: Tensor) -> None:
-    """Raise the tensor's version, so that autograd sees that memory was written."""
-    for each in tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]:
-        if not each.is_inference():
-            increment_version(each)
+    return sum(part.numel() * t.saved.itemsize for t in targets for part in local_parts(t.tensor))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,9 +34,7 @@ class KeptCheckpoint:
 
 
 def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
-    """The checkpoints in a folder, the lowest step first, or errors in place of damaged ones.
-    Local.
-    """
+    """The checkpoints in a folder, the lowest step first; errors in place of damaged ones."""
     found = {}
     for name in storage.names():
         match = FOLDER.fullmatch(name)
@@ -118,7 +115,9 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     Example: see docs/how-to/checkpoints.md.
     """
     storage = storage_at(path)
-    found = _names_at(storage)
+    found: list[str] = []
+    with suppress(OSError):
+        found = list(storage.names())
     if found and INDEX_NAME not in found:
         kept = [each for each in kept_in(storage) if isinstance(each, KeptCheckpoint)]
         if kept:
@@ -135,12 +134,6 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     most = (len(tensors), len(tensors)) if names else (LISTED, DRAWN)
     listed = checkpoint_parts(str(index), index.meta, tensors, *most)
     Page(*listed, *_values(state)).print()
-
-
-def _names_at(storage: Storage) -> list[str]:
-    with contextlib.suppress(OSError):
-        return list(storage.names())
-    return []
 
 
 def _values(state: FlatState) -> Iterator[str | Styled]:

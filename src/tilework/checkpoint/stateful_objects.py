@@ -1,8 +1,6 @@
 """Objects with state as containers: modules, optimizers, generators, and whatever has state_dict().
 
-States of optimizers are saved by the names of their parameters, which modules of the same state
-give (names_of). They therefore follow the parameters into other groups, orders and
-layouts.
+States of optimizers are saved by the names that modules of the same state give the parameters.
 """
 
 from __future__ import annotations

@@ -37,10 +37,8 @@ def checkpoint_errors() -> Iterator[None]:
     """Turn an OSError or a lack of memory within into a CheckpointError. Also a decorator."""
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:
         told = as_checkpoint_error(error)
-        if told is None:
+        if told is None or told is error:
             raise
         raise told from error

@@ -1,7 +1,6 @@
 """Checkpoints at URLs, through fsspec: memory://, s3:// and all of fsspec's plug-ins.
 
-Not all stores have a rename, and many write files in place. Therefore nothing relies on a file
-being whole before it is closed; ``index_file`` keeps the old index until then.
+Many stores write files in place: ``index_file`` keeps the old index until the new file is closed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Values that are not tensors, as exact JSON: numbers, strings, bytes and others.
-
-Values of JSON's own types stay as they are. Anything else is an object with the key ``$``, which
-names the kind.
-"""
+"""Values that are not tensors, as exact JSON; the key ``$`` names a kind that JSON lacks."""
 
 from __future__ import annotations
 
@@ -19,9 +15,7 @@ _PLAIN = {type(None), bool, int, float, str}
 
 
 def encode_value(value: Any, where: str) -> Any:
-    """The value as JSON that :func:`decode_value` turns back; a TypeError that begins with
-    ``where``.
-    """
+    """The value as JSON that :func:`decode_value` turns back; else a TypeError about ``where``."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, PerRank, dotted
 from tilework.checkpoint.format import Index, Part, SavedTensor, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys, read_index, saved_state
 from tilework.checkpoint.progress import Progress
@@ -248,16 +248,11 @@ def _different_values(a: PartReader, b: PartReader) -> Iterator[Difference]:
 def _values(state: FlatState) -> Mapping[str, Any]:
     values = {}
     for path, leaf in state.leaves.items():
-        for suffix, each in _variants(leaf):
+        for ranks, each in leaf.variants if isinstance(leaf, PerRank) else [((), leaf)]:
             if isinstance(each, FlatValue):
-                values[f"{dotted(path)}{suffix}"] = each.json
+                at = f"@{ranks[0]}" if ranks else ""
+                values[f"{dotted(path)}{at}"] = each.json
     return values
-
-
-def _variants(leaf: Any) -> list[tuple[str, FlatValue | NamedTensor]]:
-    if isinstance(leaf, PerRank):
-        return [(f"@{ranks[0]}", each) for ranks, each in leaf.variants]
-    return [("", leaf)]
 
 
 def _short(value: Any) -> str:

@@ -368,9 +368,7 @@ def _add_containers(flat: FlatState) -> None:
 
 
 def write_dcp(source: Source, folder: Path) -> None:
-    """Write a source into an empty folder in DCP's format, with tensors in temporary files
-    meanwhile.
-    """
+    """Write a source into an empty folder in DCP's format, by way of temporary files."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
