@@ -266,9 +266,7 @@ class MeshGrid:
             return False
 
     def root_axes(self, name: str) -> tuple[str, ...]:
-        """The axes of the root mesh that the axis ``name`` consists of: several if flatten() made
-        it.
-        """
+        """The axes of the root mesh that ``name`` consists of: several if flatten() made it."""
         root: MeshGrid = self._root
         made = root._flattened(name)
         if made is None or made._flat_of is None:

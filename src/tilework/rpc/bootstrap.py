@@ -96,7 +96,9 @@ class Meeting:
         own = f"rank {self._rank} says world_size={self._size}"
         first = self.store.compare_set("size", "", own).decode()
         if first.partition("=")[2] != str(self._size):
-            self._disagree(f"ranks disagree on how many workers there are: {own}, but {first}")
+            text = f"ranks disagree on how many workers there are: {own}, but {first}"
+            self.store.set("disagreement", text)
+            raise CollectiveMismatchError(text)
 
     def exchange(self, card: Card) -> list[Card]:
         text = json.dumps(asdict(card))
@@ -153,10 +155,6 @@ class Meeting:
             ranks=[rank],
         )
 
-    def _disagree(self, text: str) -> None:
-        self.store.set("disagreement", text)
-        raise CollectiveMismatchError(text)
-
 
 #: The longest that a rank waits for the others to call init_rpc.
 _LONGEST_SECONDS = 7 * 24 * 3600.0
@@ -194,7 +192,10 @@ def join(
             undo.callback(transport.close, 0.0)
             shared_buffers = SharedBufferPool()
             undo.callback(shared_buffers.close)
-            host = _host(meeting.store, rank, size)
+            ranks, limit = tuple(range(size)), meeting.store.timeout
+            host = host_identity(
+                DistributedBackendOptions(meeting.store, rank, size, limit, "rpc", ranks)
+            )
             card = Card(name, keys.proof, host, transport.listen_here(), shared_buffers.probe)
             cards = meeting.exchange(card)
             workers = Directory([each.name for each in cards])
@@ -211,12 +212,6 @@ def join(
     )
     state.agent = agent
     agent.start(addresses)
-
-
-def _host(store: Store, rank: int, size: int) -> str:
-    ranks = tuple(range(size))
-    request = DistributedBackendOptions(store, rank, size, store.timeout, "rpc", ranks)
-    return host_identity(request)
 
 
 def _addresses(

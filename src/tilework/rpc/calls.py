@@ -166,9 +166,7 @@ class Calls:
         self.work = InFlight()
 
     def add(self, call: RemoteCall) -> tuple[int, bool]:
-        """Add ``call``; return its number, and True if the watching thread sleeps past the
-        deadline.
-        """
+        """Add ``call``; return the number, and True if the watching thread must wake earlier."""
         if not call.inner:
             self.work.begin()
         with self._lock:

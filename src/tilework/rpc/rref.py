@@ -94,34 +94,26 @@ class RRef(Generic[T]):
         RuntimeError: init_rpc was not called.
     """
 
-    __slots__ = ("__weakref__", "_agent", "_entry")
-    _agent: AgentProtocol
-    _entry: Entry
+    __slots__ = ("__weakref__", "agent", "entry")
+    agent: AgentProtocol
+    """The agent that counts this RRef."""
+    entry: Entry
+    """The agent's entry for the value."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        self._agent = current_agent()
-        self._entry = self._agent.references.own(value)
+        self.agent = current_agent()
+        self.entry = self.agent.references.own(value)
 
     @classmethod
     def of(cls, agent: AgentProtocol, entry: Entry) -> RRef[Any]:
         """An RRef to the value of ``entry``, which ``agent`` counts."""
         rref = cls.__new__(cls)
-        rref._agent, rref._entry = agent, entry
+        rref.agent, rref.entry = agent, entry
         return rref
-
-    @property
-    def entry(self) -> Entry:
-        """The agent's entry for the value of this RRef."""
-        return self._entry
-
-    @property
-    def agent(self) -> AgentProtocol:
-        """The agent that counts this RRef."""
-        return self._agent
 
     def owner(self) -> WorkerInfo:
         """The worker that holds the value."""
-        return self._agent.workers.find(self._entry.owner)
+        return self.agent.workers.find(self.entry.owner)
 
     def owner_name(self) -> str:
         """The name of the worker that holds the value."""
@@ -129,11 +121,11 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """True if this rank holds the value."""
-        return isinstance(self._entry, Owned)
+        return isinstance(self.entry, Owned)
 
     def confirmed_by_owner(self) -> bool:
         """True if the owner has confirmed this reference. Does not wait."""
-        return isinstance(self._entry, Owned) or self._entry.confirmed
+        return isinstance(self.entry, Owned) or self.entry.confirmed
 
     def to_here(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> T:
         """A copy of the value; on the owner, the value itself. Blocks until the value exists.
@@ -142,11 +134,11 @@ class RRef(Generic[T]):
             Exception: The error of the function that should have made the value, or an error of
                 rpc_sync.
         """
-        if isinstance(self._entry, Owned):
+        if isinstance(self.entry, Owned):
             return self.local_value()
-        if self._entry.error is not None:
-            raise self._entry.error
-        value: T = self._agent.call(Request(self._entry.owner, _fetch, (self,), {}, timeout))
+        if self.entry.error is not None:
+            raise self.entry.error
+        value: T = self.agent.call(Request(self.entry.owner, _fetch, (self,), {}, timeout))
         return value
 
     def local_value(self) -> T:
@@ -156,31 +148,31 @@ class RRef(Generic[T]):
             RuntimeError: This rank is not the owner.
             Exception: The error of the function that should have made the value.
         """
-        if not isinstance(self._entry, Owned):
+        if not isinstance(self.entry, Owned):
             raise RuntimeError(
                 f"the value of {self!r} is on {self.owner_name()!r}, not here: call local_value() "
                 f"there, or to_here() for a copy"
             )
-        value: T = self._entry.get()
+        value: T = self.entry.get()
         return value
 
     def rpc_sync(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value on the owner, and blocks."""
-        return _Methods(self, self._agent.call, timeout)
+        return _Methods(self, self.agent.call, timeout)
 
     def rpc_async(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.rpc_async().method(...)`` calls a method on the owner, and returns a future."""
-        return _Methods(self, self._agent.call_async, timeout)
+        return _Methods(self, self.agent.call_async, timeout)
 
     def remote(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.remote().method(...)`` calls a method of the value on the owner.
 
         The result stays on the owner: returns an RRef to the result.
         """
-        return _Methods(self, self._agent.remote, timeout)
+        return _Methods(self, self.agent.remote, timeout)
 
     def __repr__(self) -> str:
-        return f"RRef(owner={self.owner_name()!r}, id={tuple(self._entry.id)})"
+        return f"RRef(owner={self.owner_name()!r}, id={tuple(self.entry.id)})"
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
@@ -202,7 +194,7 @@ class _Methods:
 
         def method(*args: Any, **kwargs: Any) -> Any:
             told = (rref, name, args, kwargs)
-            return call(Request(rref._entry.owner, _call_method, told, {}, timeout))
+            return call(Request(rref.entry.owner, _call_method, told, {}, timeout))
 
         return method
 

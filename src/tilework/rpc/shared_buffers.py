@@ -1,11 +1,9 @@
 """Large buffers between processes of one host: written once by the sender, mapped by the receiver.
 
 A sender writes them into a memory file without a name (memfd), and sends the number of the file.
-The receiver opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files are used again, because
-getting memory from the kernel costs more than the copy: a receiver that has dropped the mapping
-gives the file back. Only files up to a limit are used again; beyond the limit, the sender closes a
-file as soon as the receiver has mapped it. Nothing remains of a file when the processes that have
-it are gone, however they ended.
+The receiver opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files up to a limit are used
+again, because memory from the kernel costs more than the copy: a receiver that has dropped the
+mapping gives the file back. Nothing remains of a file when the processes that have it are gone.
 """
 
 from __future__ import annotations
@@ -216,16 +214,11 @@ def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[i
     try:
         fd = MemoryFile.create("rpc").fd if fd is None else fd
         for part, offset in zip(parts, offsets, strict=True):
-            _write(fd, part, offset)
+            done = 0
+            while done < len(part):  # a mapping would be slower: the kernel clears pages first
+                done += os.pwrite(fd, part[done:], offset + done)
     except OSError:
         if fd is not None:
             os.close(fd)
         return None
     return fd
-
-
-def _write(fd: int, part: memoryview, offset: int) -> None:
-    """Write ``part`` at ``offset``; into a mapping is slower: the kernel clears pages first."""
-    done = 0
-    while done < len(part):
-        done += os.pwrite(fd, part[done:], offset + done)

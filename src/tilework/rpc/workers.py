@@ -71,15 +71,14 @@ class Directory:
         return first_few([repr(worker.name) for worker in self._workers], _NAMES_SHOWN)
 
 
-def check_name(name: str) -> str:
-    """Return ``name`` if it is valid for a worker; else raise TypeError or ValueError."""
+def check_name(name: str) -> None:
+    """Raise TypeError or ValueError unless ``name`` is valid for a worker."""
     if not isinstance(name, str):
         raise TypeError(f"a worker's name is a str, got {name!r}")
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"a worker's name has 1 to 127 letters, digits, or one of _ : . -, got {name!r}"
         )
-    return name
 
 
 #: A time-out that was not given: the one of the options holds.

@@ -91,7 +91,12 @@ class ShardedTensorBase(TiledTensor):
         """
         metadata = sharded_tensor_metadata
         checks.check_metadata(metadata)
-        checks.check_listed(local_shards, metadata)
+        listed = {shard.box for shard in metadata.shards_metadata}
+        for box in (shard.metadata.box for shard in local_shards):
+            if box not in listed:
+                raise ValueError(
+                    f"sharded_tensor_metadata lists no shard at {box}, where a local shard is"
+                )
         spec = checks.given_or_inferred_spec(metadata, sharding_spec)
         return cls._assemble(spec, metadata, list(local_shards), _map_by_placements(metadata), None)
 

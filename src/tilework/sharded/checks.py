@@ -196,17 +196,6 @@ def given_or_inferred_spec(
     return spec
 
 
-def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> None:
-    """Raise ValueError if ``metadata`` lists no shard with the box of a local shard."""
-    listed = {shard.box for shard in metadata.shards_metadata}
-    for shard in local_shards:
-        if shard.metadata.box not in listed:
-            raise ValueError(
-                f"sharded_tensor_metadata lists no shard at {shard.metadata.box}, where a local "
-                f"shard is"
-            )
-
-
 def own_shards(
     local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, places: Sequence[Place]
 ) -> list[Shard]:

@@ -51,8 +51,7 @@ def full(
 ) -> ShardedTensor:
     """A sharded tensor with one value everywhere; by default of the value's dtype.
 
-    Example:
-        ``full(spec, [3], 7)``; see :func:`zeros`.
+    Example: ``full(spec, [3], 7)``; see :func:`zeros`.
     """
     if properties.get("dtype") is None:
         properties["dtype"] = torch.full((), fill_value).dtype
@@ -152,14 +151,11 @@ def from_full_tensor(
             f"from_full_tensor takes a plain tensor, got {type(tensor).__name__}"
             + (": use its reshard(spec)" if isinstance(tensor, TiledTensor) else "")
         )
-    sharded = ShardedTensor(
+    return ShardedTensor(
         sharding_spec,
         tensor.shape,
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
         process_group=process_group,
+        fill=lambda shard: shard.tensor.copy_(tensor[shard.metadata.box.slices]),
     )
-    with torch.no_grad():
-        for shard in sharded.local_shards():
-            shard.tensor.copy_(tensor[shard.metadata.box.slices])
-    return sharded

@@ -44,6 +44,8 @@ class ShardedOptimizer(Optimizer):
             there are no parameters, or a parameter is given twice.
     """
 
+    _inner: Optimizer
+
     def __init__(
         self,
         named_params: Mapping[str, Tensor]
@@ -62,8 +64,7 @@ class ShardedOptimizer(Optimizer):
         self._tiles: dict[str, list[Tensor]] = {}  # the inner optimizer's tensors
         self._make: Callable[..., Optimizer] = optimizer_class
         self._options = args, kwargs
-        self._inner: Optimizer | None = None
-        super().__init__(groups, {})
+        super().__init__(groups, {})  # which makes the inner optimizer, with the first group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options.
@@ -87,11 +88,11 @@ class ShardedOptimizer(Optimizer):
             known[id(tensor)] = name
         tiles = {name: local_tensors(tensor) for name, tensor in named.items()}
         local = {**param_group, "params": [tile for own in tiles.values() for tile in own]}
-        if self._inner is None:
+        if self._names:
+            self._inner.add_param_group(local)
+        else:
             args, options = self._options
             self._inner = self._make([local], *args, **options)
-        else:
-            self._inner.add_param_group(local)
         self.named_params.update(named)
         self._names.append(list(named))
         self._tiles.update(tiles)
@@ -104,10 +105,6 @@ class ShardedOptimizer(Optimizer):
     def _add_whole_group(self, names: list[str], own: Mapping[str, Any]) -> None:
         params = [self.named_params[name] for name in names]
         self.param_groups.append({**_options(own), "params": params})
-
-    def _inner_optimizer(self) -> Optimizer:
-        assert self._inner is not None
-        return self._inner
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shards from their gradients. Local; not collective.
@@ -122,10 +119,10 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: A parameter was resharded without :meth:`reshard_`.
         """
         self._check_tiles()
-        groups = list(zip(self.param_groups, self._inner_optimizer().param_groups, strict=True))
+        groups = list(zip(self.param_groups, self._inner.param_groups, strict=True))
         for group, own in groups:
             own.update(_options(group))  # which a schedule may have changed
-        loss = self._inner_optimizer().step(closure)
+        loss = self._inner.step(closure)
         for group, own in groups:
             group.update(_options(own))
         return loss
@@ -194,7 +191,7 @@ class ShardedOptimizer(Optimizer):
             for name in names
             for state in self._loaded(name, saved["state"].get(name, {}))
         ]
-        inner, first = self._inner_optimizer(), 0
+        inner, first = self._inner, 0
         for group_options, own in zip(options, inner.param_groups, strict=True):
             n = len(own["params"])
             group_options["params"] = list(range(first, first + n))
@@ -238,7 +235,7 @@ class ShardedOptimizer(Optimizer):
         self._replace_tiles(name, tensor, moved)
 
     def _replace_tiles(self, name: str, tensor: ShardedTensor, full: Mapping[str, Any]) -> None:
-        inner = self._inner_optimizer()
+        inner = self._inner
         for tile in self._tiles[name]:
             inner.state.pop(tile, None)
         self._tiles[name] = local_tensors(tensor)
@@ -257,7 +254,7 @@ class ShardedOptimizer(Optimizer):
 
     def _states(self, name: str, gradients: bool = False) -> list[dict[str, Any]]:
         """The optimizer's states of each local tensor of a parameter; on request with gradients."""
-        kept = self._inner_optimizer().state
+        kept = self._inner.state
         states = [dict(kept.get(tile, {})) for tile in self._tiles[name]]
         if gradients:
             for tile, state in zip(self._tiles[name], states, strict=True):
@@ -322,16 +319,13 @@ class ShardedOptimizer(Optimizer):
         for name in names:
             for key, value in saved["state"].get(name, {}).items():
                 layouts[f"{name}: {key}"] = describe_value(value)
-                self._check_size(name, key, value)
+                shape = self.named_params[name].shape
+                if isinstance(value, ShardedTensor) and value.shape != shape:
+                    raise ValueError(
+                        f"the saved state {key!r} of parameter {name!r} has size "
+                        f"{tuple(value.shape)}, the parameter {tuple(shape)}"
+                    )
         return layouts
-
-    def _check_size(self, name: str, key: str, value: Any) -> None:
-        tensor = self.named_params[name]
-        if isinstance(value, ShardedTensor) and value.shape != tensor.shape:
-            raise ValueError(
-                f"the saved state {key!r} of parameter {name!r} has size {tuple(value.shape)}, the "
-                f"parameter {tuple(tensor.shape)}"
-            )
 
     def _loaded(self, name: str, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
         tensor = self.named_params[name]
@@ -411,9 +405,7 @@ Entry = tuple[str, Any]
 def agreed_entries(
     parameters: Callable[[], Mapping[str, Sequence[tuple[Tensor, State]]]], group: ProcessGroup
 ) -> dict[str, dict[str, Entry]]:
-    """The entries, short descriptions, of each parameter's states, also on ranks without.
-    Collective.
-    """
+    """Short descriptions of each parameter's states, also on ranks without any. Collective."""
     by_rank = agree(
         lambda: {name: _of_shards(name, shards) for name, shards in parameters().items()}, group
     )

@@ -1,8 +1,4 @@
-"""The handler of each torch function on sharded tensors: the user's, or else the built-in one.
-
-Built-in handlers are registered by function, or by operator: then the handler of a function is made
-at the first call.
-"""
+"""The handler of each torch function on sharded tensors: the user's, or else the built-in one."""
 
 from __future__ import annotations
 

@@ -379,12 +379,6 @@ def load_with_process_group(process_group: AnyGroup) -> Iterator[AnyGroup]:
         state.group = None
 
 
-def _current_process_group() -> ProcessGroup | NonMember:
-    """The group of :func:`load_with_process_group`, else the default group."""
-    group = current_world().state(_Loading).group
-    return get_default_group() if group is None else group
-
-
 def _as_loaded(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
@@ -413,18 +407,10 @@ def _rank_info(group: AnyGroup) -> _RankInfo:
     return get_rank(group), get_rank(), get_world_size(group), get_world_size()
 
 
-def _check_there_is_a_group() -> None:
-    if not is_initialized():
-        raise RuntimeError(
-            "Need to initialize default process group using init_process_group before loading "
-            "a ShardedTensor"
-        )
-
-
 def _group_to_load_onto(saved: _RankInfo) -> ProcessGroup | NonMember:
-    """The default group, if rank and size are those at saving; raises otherwise."""
-    _check_there_is_a_group()
-    group = _current_process_group()
+    """The group of :func:`load_with_process_group`, else the default group, if it fits."""
+    given = current_world().state(_Loading).group
+    group = get_default_group() if given is None else given
     names = ("Local rank", "Global rank", "Local world size", "Global world size")
     for name, then, now in zip(names, saved, _rank_info(group), strict=True):
         if then != now:
@@ -459,7 +445,11 @@ def _rebuild(
         placed = places(group, loaded.shards_metadata)
         return assemble(ShardedTensor, new_spec, loaded, placed, local, group)
 
-    _check_there_is_a_group()  # before ranks agree on a group
+    if not is_initialized():
+        raise RuntimeError(
+            "Need to initialize default process group using init_process_group before loading "
+            "a ShardedTensor"
+        )
     tensor = ShardedTensor._with_rrefs(make, init_rrefs)
     mark_parameter(tensor, is_parameter)
     return tensor

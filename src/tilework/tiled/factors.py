@@ -87,9 +87,7 @@ def dim_factors(dims: Sequence[Factor | Dim | None]) -> DimFactors:
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFactors]]:
-    """A factor for each dim of the broadcast shape; for each shape the dims, without stretched
-    ones.
-    """
+    """A factor for each dim of the broadcast shape; each shape's dims, () where stretched."""
     ndim = max(map(len, shapes), default=0)
     sizes = [1] * ndim
     for shape in shapes:

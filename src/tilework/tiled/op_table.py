@@ -1,8 +1,6 @@
 """The operator table: one entry per operator of torch, with all facts about the operator.
 
-All facts go in by :func:`register`; :func:`rule`, :func:`dtensor_rule` and :func:`dtensor_handler`
-do the same as decorators. Users' rules are in the same table. :func:`find` looks up the entry of a
-torch function.
+All facts go in by :func:`register`, or a decorator that calls it. Users' rules are in it, too.
 """
 
 from __future__ import annotations

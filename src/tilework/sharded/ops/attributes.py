@@ -1,8 +1,6 @@
 """Attributes: shape, dtype and flags, gradients and data; and backward.
 
-Functions that read all values are refused. Gradients are those of the tiles, by the tiles' own
-graph. The functions for DTensors are separate: there a rank has one local tensor, whose gradient
-may be partial.
+Functions that read all values are refused. Gradients are those of the tiles, by the tiles' graph.
 """
 
 from __future__ import annotations

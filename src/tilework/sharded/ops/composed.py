@@ -1,8 +1,7 @@
 """Functions composed of other operators: losses, comparisons, torch.nn.init, lists of tensors.
 
-Losses are an elementwise operator and a reduction. Comparisons give one answer, the same on every
-rank. Random numbers come from each rank's own generator, tile by tile: ranks with the same seed
-fill their tiles with the same numbers. Bounds that depend on a shape depend on the global shape.
+Comparisons give the same answer on every rank. Random numbers come from each rank's own generator,
+tile by tile: ranks with the same seed fill their tiles with the same numbers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import agree_equal, all_to_all_single, run_plan
 from tilework.comm.world import get_process_group_ranks
 from tilework.layout import Box, Tile, Tiling, plan
-from tilework.layout.internal import replicated_tiling
+from tilework.layout.internal import replicated_tiling, whole_box
+from tilework.sharded.moves import move_tiles
 from tilework.sharded.ops.tiles import graph_tiles, no_elements
 from tilework.sharded.tensor import ShardedTensor
 
@@ -76,20 +77,18 @@ def spread(tensor: ShardedTensor) -> Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, *tiles: Tensor) -> Tensor:
-        group, rank = tensor.process_group, _global_rank(tensor)
         ctx.tensor, ctx.stand_in = tensor, None if tensor.local_tiles() else tiles[0]
-        target = replicated_tiling(tuple(tensor.shape), tuple(get_process_group_ranks(group)))
-        steps = plan(tensor.tiling, target, rank)
-        return run_plan(steps, tensor.local_tiles(), group, dtype=tensor.dtype)[0]
+        ranks = tuple(get_process_group_ranks(tensor.process_group))
+        return move_tiles(tensor, replicated_tiling(tuple(tensor.shape), ranks))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor: ShardedTensor = ctx.tensor
         group, shape = tensor.process_group, tuple(tensor.shape)
-        whole = Box((0,) * len(shape), shape)
         # The gradient is partial: each rank has another addend.
-        partial = tuple((Tile(whole, (rank,)),) for rank in get_process_group_ranks(group))
+        ranks = get_process_group_ranks(group)
+        partial = tuple((Tile(whole_box(shape), (rank,)),) for rank in ranks)
         source = Tiling(shape, partial, "sum" if len(partial) > 1 else None)
         steps = plan(source, tensor.tiling, _global_rank(tensor))
         tiles = run_plan(steps, [gradient.contiguous()], group, dtype=gradient.dtype)

@@ -1,7 +1,6 @@
 """Ranges and single elements of dims: narrow, select, split, unbind, and indexing.
 
-Each tile becomes a part of the range, on the same rank; nothing is communicated. Factor maps have
-no ranges, therefore boxes are evaluated here.
+Each tile becomes a part of the range, on the same rank; nothing is communicated.
 """
 
 from __future__ import annotations
