@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.states import dtensor, numbers
 from tilework import checkpoint
-from tilework.checkpoint import api, asynchronous, progress, reading
+from tilework.checkpoint import api, asynchronous, progress, ranks, reading
 from tilework.checkpoint.progress import Progress
 from tilework.dtensor import Placement, Replicate, Shard
 from tilework.testing import run_ranks
@@ -88,7 +88,8 @@ class Counted(Progress):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     Counted.made = []
-    monkeypatch.setattr(api, "Progress", Counted)
+    for module in (api, ranks):
+        monkeypatch.setattr(module, "Progress", Counted)
     monkeypatch.setattr(reading, "CALL_BYTES", 1 << 20)
     return Counted
 
