@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from tests.inspect.jobs import MS, operation, write_rank
 from tilework.inspect import Timeline, read_timeline
 from tilework.inspect.events import trace_events
 from tilework.inspect.reading import read_file
+
+ROOT = Path(__file__).parents[2]
 
 
 def two_hosts(folder: Path, shift: int, *, what: int = 1) -> Timeline:
@@ -101,7 +104,9 @@ def test_clocks_of_two_namespaces_are_aligned_within_the_error_stated(tmp_path: 
             (*shift, sys.executable, "rank.py", str(rank), *told)
             for rank, shift in enumerate([(), SHIFTED])
         ]
-        jobs = [subprocess.Popen(command, cwd=tmp_path) for command in commands]
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for tests.hosts
+        environment = {**os.environ, "PYTHONPATH": paths}
+        jobs = [subprocess.Popen(each, cwd=tmp_path, env=environment) for each in commands]
         assert [job.wait(timeout=60) for job in jobs] == [0, 0]
     raw = [read_file(tmp_path / "trace" / f"rank-{rank}.jsonl") for rank in (0, 1)]
     assert abs(raw[1].began - raw[0].began - 3e9) < 2e9  # the clocks do differ

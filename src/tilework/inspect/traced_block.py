@@ -20,11 +20,7 @@ _PATIENCE: Final = 5.0
 
 
 class Seen:
-    """The trace of a job, while it is written and after.
-
-    Args:
-        folder: The folder with the ranks' files.
-    """
+    """The trace of a job in ``folder``, while it is written and after."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

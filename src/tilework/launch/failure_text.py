@@ -171,7 +171,7 @@ def _class(failure: RankFailure) -> str:
 
 
 def cause(failure: RankFailure) -> str:
-    """How a rank failed, in words, without the rank's number."""
+    """The failure in words, without the rank's number."""
     if failure.lost_node:
         return f"{failure.node} is gone: it was killed or stopped, or the link to it is cut"
     if failure.report is not None and failure.report.summary:

@@ -208,11 +208,7 @@ def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None 
     """Start ``nprocs`` ranks that wait for calls: a call's objects, such as a model, live on.
 
     The ranks are those of :func:`spawn`: fresh interpreters, whose lines appear in the notebook.
-
-    Args:
-        nprocs: Number of ranks.
-        backend: The default backend of ``init_process_group``.
-        timeout: The default timeout of collectives.
+    ``backend`` and ``timeout`` are as there.
 
     Raises:
         RankFailedError: A rank could not start.

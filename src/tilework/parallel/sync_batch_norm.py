@@ -107,15 +107,9 @@ class SyncBatchNorm(_BatchNorm):
     one collective over the group, and block. Differentiable twice.
 
     Args:
-        num_features: Channels: the size of dim 1 of the input.
-        eps: Added to the variance.
-        momentum: Weight of a new value in the running statistics; None: their plain average.
-        affine: True: channels have a weight and a bias.
-        track_running_stats: True: evaluation uses running statistics.
+        num_features: Channels: the size of dim 1 of the input. This and the other arguments are
+            those of ``nn.BatchNorm2d``.
         process_group: The ranks; None: the default group at the time of the call.
-        device: The device of the parameters.
-        dtype: The dtype of the parameters.
-        bias: False: channels have no bias.
 
     Example:
         >>> import torch

@@ -20,14 +20,9 @@ _LEFT, _WIDTH, _ROW, _TOP = 150, 640, 22, 64
 
 
 class Span(NamedTuple):
-    """A span of time in a row of a timeline, of a kind.
+    """A span of time in a row of a timeline, of a kind, which has a colour.
 
-    Attributes:
-        start: When it starts.
-        end: When it ends.
-        kind: The kind, which has a colour.
-        told: The text of a tooltip.
-        label: The text within, which is left out where it does not fit.
+    ``told`` is the text of a tooltip; ``label`` is left out where it does not fit.
     """
 
     start: float
@@ -44,14 +39,10 @@ def timeline(
     inherits: bool = False,
     unit: str = " ms",
 ) -> str:
-    """An SVG document of spans of time.
+    """An SVG document of rows of spans of time, below a headline.
 
-    Args:
-        headline: The line above.
-        rows: The name and the spans of each row.
-        kinds: The colour and the name of each kind of span.
-        inherits: As for :func:`document`.
-        unit: The unit of times, as written after a number.
+    ``kinds`` are the colours and names of the kinds of spans; ``unit`` follows a number;
+    ``inherits`` is as for :func:`document`.
     """
     total = max((span.end for _, spans in rows for span in spans), default=0.0) or 1e-6
     scale, height = _WIDTH / total, _TOP + len(rows) * _ROW + 6
@@ -83,12 +74,10 @@ def document(
     parts: Iterable[str],
     inherits: bool = False,
 ) -> str:
-    """A whole SVG document, as text.
+    """A whole SVG document, as text, with the colours of kinds of bars.
 
-    Args:
-        colours: The colours by the kinds of bars.
-        inherits: True for words in the colour of the surrounding page, for pages with a theme;
-            False: as the reader's system is set, light or dark.
+    ``inherits``: words have the colour of the surrounding page, for pages with a theme; else they
+    are as the reader's system is set, light or dark.
     """
     kinds = "".join(f"  .tilework .{kind} {{ fill: {fill} }}\n" for kind, fill in colours.items())
     own = ' style="color:inherit"' if inherits else ""

@@ -141,10 +141,6 @@ def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> 
     """The average of a bucket that each rank sends as 8-bit integers with a scale. Collective.
 
     Each of N ranks receives N bytes for each element, and a scale and an offset from each rank.
-
-    Args:
-        process_group: The hook's state: the group, or None for the default group.
-        bucket: The gradients.
     """
     buffer = bucket.buffer()
     return _quantised(buffer, buffer.view(1, -1), group_or_default(process_group))

@@ -266,14 +266,11 @@ def _left_out(
 
 
 def orthogonalize(matrix: Tensor, epsilon: float = 0) -> None:
-    """Make the columns of a matrix orthonormal, in place. Local.
+    """Make the columns of a matrix of n x r, with r small, orthonormal, in place. Local.
 
-    Modified Gram-Schmidt in double precision. A column that depends on those before it, as in a
-    matrix of zeros, becomes zero, and stays out of the approximation.
-
-    Args:
-        matrix: Of n x r, with r small.
-        epsilon: Added to each column's norm.
+    Modified Gram-Schmidt in double precision, with ``epsilon`` added to each column's norm. A
+    column that depends on those before it, as in a matrix of zeros, becomes zero, and stays out of
+    the approximation.
     """
     columns = matrix.to(torch.float64)
     limits = (torch.finfo(matrix.dtype).eps * columns.norm(dim=0)).tolist()

@@ -155,12 +155,7 @@ class SlowLinks:
 
 
 def slow_links_hook(links: SlowLinks, bucket: GradBucket) -> BucketFuture:
-    """The average of a bucket, rounded between hosts only. Collective.
-
-    Args:
-        links: The hook's state.
-        bucket: The gradients.
-    """
+    """The average of a bucket, rounded between hosts only. Collective."""
     buffer = bucket.buffer()
 
     def average() -> Tensor:

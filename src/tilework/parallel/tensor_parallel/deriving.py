@@ -54,9 +54,7 @@ class LayerDecision:
 class DerivedPlan(dict[str, ParallelStyle]):
     """A plan for :func:`parallelize_module`, which prints the reasons.
 
-    Attributes:
-        decisions: The decisions, in the order of the model.
-        ranks: The number of ranks that the plan is for.
+    ``decisions`` are in the order of the model; ``ranks`` is the number that the plan is for.
     """
 
     def __init__(self, decisions: list[LayerDecision], ranks: int) -> None:

@@ -125,11 +125,7 @@ def trace(
     """Run a forward of a model, and record which dims of tensors have to be cut together. Local.
 
     The forward runs without memory, on ``meta``, if the model can; else with the model's values.
-
-    Args:
-        model: A model without DTensors.
-        example: The arguments of the forward: by name, or in order.
-        mesh: A mesh of one axis.
+    The model has no DTensors; the mesh has one axis.
     """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
     contents = [*model.parameters(), *model.buffers()]

@@ -139,14 +139,7 @@ def finish(work: dist.Work | None, async_op: bool) -> None:
 
 @dataclass(frozen=True)
 class OperationFailure:
-    """The failure of an operation on a rank, as the parent process receives it.
-
-    Attributes:
-        kind: The class of the error.
-        text: The text of the error.
-        ranks: The ranks that the error blames.
-        seconds: The time from the call to the error.
-    """
+    """The failure of an operation on a rank, as the parent process receives it."""
 
     kind: type[BaseException]
     text: str

@@ -77,13 +77,7 @@ def _numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape, a dtype and a layout to try an operation with.
-
-    Attributes:
-        shape: The shape.
-        dtype: The dtype.
-        layout: The name of a memory layout, such as ``contiguous`` or ``expanded``.
-    """
+    """A shape, a dtype and a layout in memory to try an operation with."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
