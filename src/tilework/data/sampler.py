@@ -36,9 +36,6 @@ class Division:
 
     If each rank takes ``b`` rows at a time, the ranks together take the next ``b * ranks`` rows of
     the order. Their batches together are those of one process, whatever the number of ranks.
-
-    Raises:
-        ValueError: The rank is not from 0 to ``ranks - 1``, or ``uneven`` is not valid.
     """
 
     rank: int

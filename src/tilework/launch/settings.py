@@ -24,11 +24,7 @@ KNOWN_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """The settings of a launch; validated on construction.
-
-    Raises:
-        ValueError: A setting cannot work; the message says which values work.
-    """
+    """The settings of a launch; a ValueError says which of them do not go together."""
 
     nprocs: int
     start: StartMethod = "fork"

@@ -32,15 +32,10 @@ def is_per_element(name: str, state: object, local: Tensor) -> bool:
 def check_elementwise(
     optimizer_class: Any, args: Sequence[Any], options: dict[str, Any], device: torch.device
 ) -> None:
-    """Raise if an optimizer is not elementwise. Local.
+    """Raise ValueError if the step on slices differs from the step on the full tensor. Local.
 
-    An unknown optimizer is tried on a small tensor, and on slices of it, which takes
-    milliseconds.
-
-    Raises:
-        TypeError: ``optimizer_class`` is not a subclass of Optimizer.
-        ValueError: The step on slices differs from the step on the full tensor.
-        Exception: The optimizer refuses the arguments.
+    An unknown optimizer is tried on a small tensor, and on slices of it, which takes milliseconds.
+    Raises TypeError for anything but a subclass of Optimizer.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(

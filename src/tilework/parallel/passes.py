@@ -33,10 +33,8 @@ _FIRST, _SOON, _OFTEN, _LATER = 4, 4, 64, 16
 class Passes:
     """Counts of one wrapped module on one rank; equal on all ranks that run the same program.
 
-    Args:
-        kind: The name of the wrapper, for errors.
-        names: Plain data that identifies the module in the program, and is the same on all
-            ranks: names and shapes of parameters. Collectives of different modules then differ.
+    ``kind`` is the wrapper, for errors. ``names`` are plain data that identify the module in the
+    program, the same on all ranks: collectives of different modules then differ.
     """
 
     __slots__ = (
@@ -69,12 +67,9 @@ class Passes:
     def begin_backward(self, tensors: Sequence[Tensor], kept: bool = False) -> None:
         """Count a backward pass that communicates. Local; 0.1 µs for each tensor.
 
-        Args:
-            tensors: The module's trained parameters, or the tensors that optimizers step. All
-                writes since the last pass count as one change. Another sequence object than in the
-                last pass counts as a change, too: pass the same object while the tensors are the
-                same.
-            kept: True if this pass adds to gradients of earlier synchronised passes.
+        All writes to ``tensors``, the trained parameters, since the last pass count as one change.
+        Another sequence object is a change, too: pass the same while the tensors are the same.
+        ``kept``: this pass adds to gradients of earlier synchronised passes.
         """
         versions = sum(map(_version, tensors))
         if self._tensors is not None:

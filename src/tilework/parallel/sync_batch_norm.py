@@ -39,11 +39,7 @@ class _AnyDimBatchNorm(_BatchNorm):
 
 
 def _check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> None:
-    """Raise if a batch normalisation cannot become synchronised by a change of class. Local.
-
-    Raises:
-        TypeError: The layer's class has a forward that does not call ``super().forward``.
-    """
+    """Raise TypeError if a layer's class has a forward without ``super().forward``. Local."""
     if not isinstance(layer, _BatchNorm) or isinstance(layer, synchronised):
         return
     kind = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)

@@ -17,11 +17,7 @@ BucketFuture = torch.futures.Future[Any]
 
 
 def group_or_default(group: AnyGroup) -> ProcessGroup:
-    """The given group; the default group for None.
-
-    Raises:
-        ValueError: This rank is not in the group.
-    """
+    """The given group; the default group for None. ValueError if this rank is not in the group."""
     if isinstance(group, NonMember):
         raise ValueError(
             f"process_group must include this rank, got a group of the ranks "

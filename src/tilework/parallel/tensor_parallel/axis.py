@@ -61,13 +61,9 @@ class MeshAxis:
         the axis; along other axes it is sharded in dim 0.
 
         Collective over the mesh for a plain tensor that is sharded, to find the global shape,
-        unless the ``extent`` of the dim that ``layout`` shards is known.
-
-        Raises:
-            TypeError: It is not a tensor, or is a torch DTensor.
-            ValueError: It is a DTensor on another mesh.
-            CollectiveMismatchError: A plain tensor that this axis replicates and another axis
-                shards differs between the ranks of the axis.
+        unless the ``extent`` of the dim that ``layout`` shards is known. Raises TypeError for
+        anything but a tensor, ValueError for a DTensor on another mesh, CollectiveMismatchError
+        where ranks of the axis, which should replicate a plain tensor, have other ones.
         """
         if not isinstance(value, Tensor):
             raise TypeError(
