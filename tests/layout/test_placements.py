@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.layout.random_tilings import MESHES, Ints, examples, mesh_tilings, placements, shapes
 from tests.tables import each
 from tilework.layout import Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
-from tilework.layout.internal import packed
+from tilework.layout.internal import packed, placements_in
 
 
 def part_of(rank: int, whole: Tensor, mesh: Tensor, placed: list[Placement]) -> Tensor:
@@ -131,6 +131,12 @@ def test_sizes_are_a_sequence(sizes: Any) -> None:
 def test_placements_are_values() -> None:
     assert Shard(1) == Shard(1) != Shard(0)
     assert {Replicate(), Replicate(), Partial(), Partial("sum")} == {Partial(), Replicate()}
+
+
+@pytest.mark.parametrize("nested", [[Shard(0)], {0: Shard(0)}, {Shard(0)}])
+def test_a_nested_placement_is_refused(nested: Any) -> None:
+    with pytest.raises(TypeError, match=r"got .* in .*: pass one for each axis"):
+        placements_in([nested])
 
 
 def test_a_partial_placement_names_a_reduction() -> None:

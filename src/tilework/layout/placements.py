@@ -134,14 +134,30 @@ class Partial(_PlacementKind):
 
 
 Placement = Shard | Replicate | Partial
+_KINDS = frozenset({Shard, Replicate, Partial})
 
 
 def placements_in(placements: Any) -> tuple[Any, ...]:
-    """The placements that a function was given, one for each axis of a mesh."""
-    kind = type(placements)
-    if isinstance(placements, (tuple, list)):
-        return tuple(placements)
-    if isinstance(placements, _PlacementKind) or kind.__module__.startswith("torch.distributed"):
+    """The placements that a function was given, one for each axis of a mesh; not a single
+    placement.
+    """
+    if not isinstance(placements, (tuple, list)):
+        _check_several(placements)
+    found = tuple(placements)
+    if not _KINDS.issuperset(map(type, found)):
+        for each in found:
+            if type(each).__hash__ is None:  # a nested list, for example
+                raise TypeError(
+                    f"a placement is Shard(dim), Replicate() or Partial(), got {each!r} in "
+                    f"{placements!r}: pass one for each axis of the mesh, as [Shard(0)]"
+                )
+    return found
+
+
+def _check_several(placements: Any) -> None:
+    """Raise TypeError for a single placement, and for objects that have none."""
+    is_of_torch = type(placements).__module__.startswith("torch.distributed")
+    if is_of_torch or isinstance(placements, _PlacementKind):
         raise TypeError(
             f"placements are a list with one for each axis of the mesh: pass [{placements!r}], not "
             f"{placements!r}"
@@ -151,7 +167,6 @@ def placements_in(placements: Any) -> tuple[Any, ...]:
             f"placements are a list with one for each axis of the mesh, as [Shard(0)]; got "
             f"{placements!r}"
         )
-    return tuple(placements)
 
 
 def order_in(order: Any) -> Ints:
