@@ -80,51 +80,57 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return (twin,), {**kwargs, "closure": close}
 
 
-def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
+def _fill(twin: Any, optimizer: Optimizer) -> None:
     """Give the twin options and local tensors, or DTensors if these allow no local step."""
     twin.__dict__ = {**optimizer.__dict__}  # without what GradScaler has deleted since
     states: defaultdict[Tensor, Any] = defaultdict(dict)
-    groups = []
+    groups, taken = [], []
     for group in optimizer.param_groups:
         params = _locals_of(group["params"], optimizer.state, states)
         if params is None or group.get("differentiable"):
             return
-        groups.append({**group, "params": params})
-    twin.param_groups, twin.state = groups, states
+        taken.append(params)
+        groups.append({**group, "params": [local for _, local, _, _ in params]})
+    twin.param_groups, twin.state, twin._taken = groups, states, taken
+
+
+#: A parameter, the local tensor (the parameter itself if plain), and the states of both.
+_Taken = tuple[Tensor, Tensor, dict[str, Any] | None, dict[str, Any]]
 
 
 def _locals_of(
     params: Sequence[Tensor], states: Any, local_states: dict[Tensor, Any]
-) -> list[Tensor] | None:
+) -> list[_Taken] | None:
     """The local tensors of parameters, and those of the states; None if there is no local step.
 
     Stores digests that follow from the parameters' values, before the step changes the values.
     """
-    found = []
+    found: list[_Taken] = []
     for param in params:
+        state = states.get(param)
         if param.__class__ is not DTensor:
             if is_torch_dtensor(param):  # torch's operators refuse local tensors beside it
                 return None
-            found.append(param)
-            if (state := states.get(param)) is not None:
+            if state is not None:
                 local_states[param] = state
+            found.append((param, param, state, {}))
             continue
+        local, spec = param._local_tensor, param._spec
         if not _has_own_local(param):
             return None
         if param._digest is None and param._made is None:
             param._digest = digest_of(param)
-        local, spec = param._local_tensor, param._spec
-        found.append(local)
-        if state := states.get(param):
-            local_states[local] = own = {}
-            for name, value in state.items():
-                if value.__class__ is DTensor:
-                    if value._spec is not spec and value._spec != spec:
-                        return None
-                    value = value._local_tensor
-                elif isinstance(value, Tensor) and value.dim():
+        own: dict[str, Any] = {}
+        for name, value in state.items() if state else ():
+            if value.__class__ is DTensor:
+                if value._spec is not spec and value._spec != spec:
                     return None
-                own[name] = value
+                value = value._local_tensor
+            elif isinstance(value, Tensor) and value.dim():
+                return None
+            own[name] = value
+        local_states[local] = own
+        found.append((param, local, state, own))
     return found
 
 
@@ -136,7 +142,8 @@ def _has_own_local(param: DTensor) -> bool:
             grads.deferred()
         if grads.shown is not None and is_moved(grads.shown):
             return False  # a write to a moved view must also reach the base's memory
-    return spec.takes_part and not (spec.partial_axes or is_moved(param))
+    moved = param._view_of is not None and is_moved(param)
+    return spec.takes_part and not (spec.partial_axes or moved)
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
@@ -147,15 +154,15 @@ def _has_dtensors(optimizer: Optimizer) -> bool:
 
 def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Give the optimizer the states and options that the step left in the twin."""
-    twin = _twins[optimizer]
+    twin: Any = _twins[optimizer]
     if twin.param_groups is optimizer.param_groups:
         return
-    for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        params, locals_ = group["params"], local_group["params"]
-        local_group["params"] = params
+    groups = zip(optimizer.param_groups, twin.param_groups, twin._taken, strict=True)
+    for group, local_group, taken in groups:
+        local_group["params"] = group["params"]
         group.update(local_group)
-        _note_step(optimizer, group, locals_, twin.state)
-    twin.param_groups, twin.state = [], defaultdict(dict)
+        _note_step(optimizer, group, taken, twin.state)
+    twin.param_groups, twin.state, twin._taken = [], defaultdict(dict), []
 
 
 #: Options that change no result: how a step is computed.
@@ -179,18 +186,18 @@ def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 @unrecorded
 def _note_step(
-    optimizer: Optimizer, group: dict[str, Any], locals_: Sequence[Tensor], local_states: Any
+    optimizer: Optimizer, group: dict[str, Any], taken: Sequence[_Taken], local_states: Any
 ) -> None:
     """Keep the states of a step, and mix it into the digests of what it has changed."""
     step, states, written = _digest_of_options(optimizer, group), optimizer.state, []
     mesh, passes = None, 0
-    for param, local in zip(group["params"], locals_, strict=True):
-        own = local_states.get(local)
-        if param is local:
-            if own is not None:
-                states[param] = own
+    for param, local, state, own in taken:
+        if param.__class__ is not DTensor:
+            if (plain := local_states.get(param)) is not None:
+                states[param] = plain
             continue
-        state = states[param] if own else {}
+        if state is None:
+            state = states[param] if own else {}
         if own:
             _keep_new(own, state, param)
         if (grad := local.grad) is None:
