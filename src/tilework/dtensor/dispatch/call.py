@@ -92,10 +92,7 @@ END = object()
 def add_to_key(
     arg: Any, key: list[Any], tensors: list[Tensor], seeds: list[Any], values_matter: bool
 ) -> bool:
-    """Add an argument to the key, and its tensors to ``tensors``; True if it has no tensors.
-
-    The values of numbers belong to the key if they matter, else only their types.
-    """
+    """Add an argument to the key, and tensors to ``tensors``; True if it has none."""
     if isinstance(arg, Tensor):
         _add_tensor(arg, key, tensors, seeds)
         return False
@@ -145,10 +142,7 @@ def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[
 
 
 def parameter_names(entry: OpEntry) -> tuple[str, ...]:
-    """The names of an operator's arguments in order, as in the rules and in torch.
-
-    The names of positional arguments come first, for every form of the call.
-    """
+    """The names of an operator's arguments, positional ones first, by rules and torch."""
     by_rules = [
         list(signature(rule).parameters.values())
         for rule in (entry.dtensor_rule, entry.rule)
@@ -172,11 +166,7 @@ def in_order(kwargs: Kwargs, names: Sequence[str]) -> Kwargs:
 
 
 def mesh_of(tensors: Sequence[Tensor]) -> DeviceMesh:
-    """The mesh of a call's DTensors.
-
-    Raises:
-        ValueError: They are on different meshes.
-    """
+    """The mesh of a call's DTensors; ValueError if they are on different meshes."""
     mesh: DeviceMesh | None = None
     for tensor in tensors:
         if tensor.__class__ is DTensor:

@@ -121,10 +121,7 @@ _READ_NUMBERS = frozenset({"fill", "masked_fill", "index_fill"})
 
 
 def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -> None:
-    """Raise, as torch does, if an operator reads some of the memory that it writes. Local.
-
-    With ``out`` the target is a result that was passed as ``out=``.
-    """
+    """Raise, as torch does, if an operator reads memory that it writes. Local."""
     if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):
         return
     if name in _READ_NUMBERS and not other.dim():

@@ -38,10 +38,7 @@ def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def wrapped(
     result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh, digest: int
 ) -> Any:
-    """A local result (a tensor, or several) as DTensors of the layouts ``outputs``.
-
-    Without ``outputs`` the DTensors are replicated.
-    """
+    """A local result as DTensors of the layouts ``outputs``; without these replicated."""
     if outputs is not None and torch.is_grad_enabled():
         pieces = _wrapped_pieces(result, outputs, digest)
         if pieces is not None:
@@ -122,13 +119,7 @@ def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
 
 
 def full_value(tensor: Any, name: str) -> Any:
-    """A DTensor's full value, on which the result of ``name`` depends; other tensors as they are.
-
-    Collective.
-
-    Raises:
-        RuntimeError: This rank is outside the DTensor's mesh.
-    """
+    """A DTensor's full value, refused outside the mesh; others as they are. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not tensor._spec.takes_part:
@@ -165,10 +156,7 @@ def result_outside(
 
 
 def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: int = 0) -> None:
-    """Write the local tensor ``value`` of layout ``spec`` to ``target``, in the target's layout.
-
-    The caller must update the provenance.
-    """
+    """Write a local tensor of layout ``spec`` to ``target``; the caller notes the write."""
     if spec.shape != target._spec.shape:
         raise RuntimeError(
             f"{name} changes a tensor of shape {list(target.shape)} in place, but its result has "

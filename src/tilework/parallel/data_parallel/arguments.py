@@ -24,13 +24,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def check_module(module: Any, wrapper: type[nn.Module]) -> None:
-    """Raise unless a module can be wrapped in DistributedDataParallel. Local.
-
-    Raises:
-        RuntimeError: The module is or has a ``wrapper`` already, has parameters without a shape,
-            or has no parameter that requires a gradient.
-        TypeError: It is not a module, or has DTensors of torch.
-    """
+    """Raise unless a module can be wrapped in DistributedDataParallel. Local."""
     check_is_module(module, "DistributedDataParallel")
     for name, inner in module.named_modules():
         if isinstance(inner, wrapper):
@@ -60,9 +54,7 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
 
 
 def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise ValueError if a parameter is distributed over ranks of the group, which are to hold
-    replicas. Local.
-    """
+    """Raise ValueError if a parameter is distributed over the group's ranks. Local."""
     for name, parameter in parameters:
         if others := shared_ranks(parameter, group):
             raise ValueError(
@@ -74,13 +66,7 @@ def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: Process
 
 
 def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
-    """The group that averages gradients: ``group``, the group of ``mesh``, or the default group.
-    Local.
-
-    Raises:
-        RuntimeError: Both were given, or the mesh has several axes.
-        ValueError: This rank is not in the group.
-    """
+    """The group that averages gradients, checked; the default group for None. Local."""
     if group is not None and mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh is not None:
@@ -102,13 +88,7 @@ def devices_of(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """The device that inputs are moved to, as a list, and the device of outputs.
-
-    Both are None if neither ``device_ids`` nor ``output_device`` is given.
-
-    Raises:
-        ValueError: Several devices were given, or the module is on the CPU or on several devices.
-    """
+    """The device of inputs, as a list, and of outputs; both None if none is given."""
     if not device_ids and output_device is None:
         return None, None
     devices = {parameter.device for parameter in parameters}
@@ -131,9 +111,7 @@ def devices_of(
 
 
 def sends_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """True if forward passes begin with the first rank's buffers; two names that differ are
-    refused.
-    """
+    """True if forward begins with the first rank's buffers; two names that differ raise."""
     given = {bool(each) for each in (broadcast_buffers, forward_sync_buffers) if each is not None}
     if len(given) > 1:
         raise ValueError(

@@ -96,17 +96,11 @@ class BucketMemory:
         return self._memory
 
     def discard(self) -> None:
-        """Let go of the memory; the next use of this object allocates new memory.
-
-        Gradients in the old memory, or a reduction that still runs, keep it alive.
-        """
+        """Let go of the memory: gradients or a reduction keep it; the next use allocates."""
         self._memory = None
 
     def open(self) -> None:
-        """Prepare for a backward pass: let go of memory that holds gradients of an earlier pass.
-
-        The program may still use these.
-        """
+        """Let go of memory that holds gradients of an earlier pass. Local."""
         if self._keeps_views:
             known = self._memory
             if known and known.addresses != list(map(Tensor.data_ptr, known.views)):
@@ -136,10 +130,7 @@ class BucketMemory:
         return address_of(grad) == address_of(view) and grad.stride() == view.stride()
 
     def move(self, place: int) -> None:
-        """Copy a gradient into the bucket, and make the copy the gradient. Local.
-
-        A gradient stays outside if it is sparse, requires a gradient, or was made before the pass.
-        """
+        """Copy a gradient of this pass into the bucket, and make the copy the gradient. Local."""
         tensor = self.tensors[place]
         grad = tensor.grad
         if grad is None or place in self._outside or grad.requires_grad or grad.is_sparse:
@@ -187,11 +178,7 @@ class BucketMemory:
         return absent
 
     def hand_out(self, used: Sequence[bool] | None = None) -> None:
-        """Make the averages in the bucket the tensors' gradients, after the reduction. Local.
-
-        Gradients that lie in the bucket are averages already; others are overwritten. Those that
-        ``used`` has as False, by place, are left as they are.
-        """
+        """Make the averages the gradients, unless ``used`` is False at a place. Local."""
         targets, sources, stays, moves = [], [], self._stays, self.moves
         grads = map(_grad, self.tensors)
         for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):

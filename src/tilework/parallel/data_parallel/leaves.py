@@ -15,15 +15,7 @@ from tilework.tiled import TiledTensor
 
 @dataclass(frozen=True, eq=False)
 class GradLeaf:
-    """A tensor that receives a gradient.
-
-    Attributes:
-        name: The parameter's name in the module; with the number of the local shard if the
-            parameter has several.
-        module: The class of the module that the parameter belongs to.
-        tensor: The parameter itself, or a local tensor of a DTensor or ShardedTensor.
-        sparse: True if the gradient is sparse.
-    """
+    """A tensor that receives a gradient: a parameter, or a local tensor of a parameter."""
 
     name: str
     module: str
@@ -36,9 +28,7 @@ class GradLeaf:
         return self.tensor.grad
 
     def on_grad(self, call: Callable[[Tensor], None]) -> Any:
-        """Register a function that runs whenever backward has added to the gradient; returns the
-        handle that removes this hook.
-        """
+        """Run ``call`` whenever backward has added to the gradient; returns a handle."""
         leaf: Any = self.tensor
         remover = leaf.register_post_accumulate_grad_hook(call)
         # After swap_tensors the object still has a dict of hooks, but the tensor ignores it.
@@ -46,9 +36,7 @@ class GradLeaf:
         return remover
 
     def place_last(self, remover: Any) -> None:
-        """Move the hook of :meth:`on_grad`, by the handle of it, behind hooks that were registered
-        later. Local.
-        """
+        """Move the hook of :meth:`on_grad` behind hooks that came later. Local."""
         hooks: Any = self.tensor._post_accumulate_grad_hooks
         if len(hooks) > 1 and next(reversed(hooks)) != remover.id:
             hooks[remover.id] = hooks.pop(remover.id)
@@ -58,9 +46,7 @@ class GradLeaf:
 
 
 def grad_dtype_of(tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor's gradient: the tensor's, or what the program gave ``grad_dtype``.
-    Refuses gradients that may have any dtype.
-    """
+    """The dtype of a tensor's gradient; refuses gradients that may have any dtype."""
     # Only leaves have the attribute; releases of torch before 2.9 lack it.
     known = getattr(tensor, "grad_dtype", tensor.dtype) if tensor.is_leaf else tensor.dtype
     if known is None:
@@ -77,10 +63,7 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:
-    """The ranks of a group, besides this rank, that hold parts of a tensor. Local.
-
-    They are global ranks. A plain tensor has none.
-    """
+    """The group's other ranks, global, that hold parts of a tensor. Local."""
     if not isinstance(tensor, TiledTensor):
         return []
     own = group.global_ranks[group.rank()]
@@ -90,9 +73,7 @@ def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:
 def grad_leaves(
     modules: Iterable[tuple[str, nn.Module]], ignored: Sequence[str] = ()
 ) -> list[GradLeaf]:
-    """The leaves of all parameters of named modules that require a gradient, each once, without
-    those whose names are ``ignored``. Local.
-    """
+    """The leaves of parameters that require a gradient, without ``ignored`` names. Local."""
     return [
         GradLeaf(name if len(tensors) == 1 else f"{name}[{at}]", kind, tensor, sparse)
         for name, parameter, kind, sparse in _parameters(modules)
@@ -117,10 +98,7 @@ def _parameters(
 
 
 def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
-    """A view of ``flat``, a range of a bucket, with the shape of ``leaf``; also with the strides,
-    if the elements of ``leaf`` lie in memory without gaps: channels-last gradients are not
-    permuted.
-    """
+    """A view of a bucket's range with the shape, and if dense the strides, of ``leaf``."""
     if leaf.is_contiguous() or not _is_dense(leaf):
         return flat.view(leaf.shape)
     return flat.as_strided(leaf.shape, leaf.stride())

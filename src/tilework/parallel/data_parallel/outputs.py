@@ -97,10 +97,7 @@ def leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
 
 
 def accumulators(nodes: Iterable[Any]) -> list[Any]:
-    """All nodes of the graph behind ``nodes`` that accumulate a leaf's gradient.
-
-    Each result's ``variable`` is the leaf.
-    """
+    """All nodes behind ``nodes`` that accumulate the gradient of a leaf, ``variable``."""
     seen: set[Any] = set()
     found = []
     todo = [node for node in nodes if node is not None]
@@ -133,10 +130,7 @@ class BackwardStart(torch.autograd.Function):
 
 
 def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
-    """A copy of a module's output; ``call`` runs once when backward reaches a tensor of the copy.
-
-    An output without tensors that require a gradient is returned itself.
-    """
+    """A copy of an output; ``call`` runs once when backward reaches the copy."""
     tensors = [
         tensor for tensor in tensors_of(value) if tensor.requires_grad and _has_graph(tensor)
     ]

@@ -79,10 +79,7 @@ class _Bucket:
 
 
 class Reducer:
-    """Averages the gradients of one replica with those of the other ranks.
-
-    ``leaves`` are in the order of the module's parameters; ranks compare what ``replica`` has.
-    """
+    """Averages the gradients of one replica with those of the other ranks."""
 
     def __init__(
         self,
@@ -134,10 +131,7 @@ class Reducer:
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
-        """Take over the hook, divisor, report and waiting gradients of ``before``. Local.
-
-        These gradients were accumulated in backward passes within ``no_sync()``.
-        """
+        """Take over the hook, divisor, report and waiting gradients of ``before``. Local."""
         self._last_report = before._last_report
         self.hook, self.divide_by_initial_size = before.hook, before.divide_by_initial_size
         waiting = {id(before.leaves[index].tensor) for index in before._accumulated}
@@ -205,11 +199,7 @@ class Reducer:
 
     @unrecorded
     def rebuild(self) -> None:
-        """Assign the buckets again, in the order in which gradients came in the first pass.
-
-        It happens once, before the second forward pass. Collective: all ranks take the first rank's
-        order, which is that of the present buckets if these hold accumulated gradients.
-        """
+        """Assign the buckets once in the order in which gradients came. Collective."""
         if self.rebuilt or not self.passes or self._open:
             return
         self.rebuilt = True
@@ -549,9 +539,7 @@ class Reducer:
         tensor.grad = grad.div_(self._divisor())
 
     def report(self) -> StepReport:
-        """The report of the last backward pass on this rank. Raises RuntimeError if there
-        was none.
-        """
+        """The report of the last backward pass on this rank; raises if there was none."""
         if self._last_report is None:
             raise RuntimeError(
                 "report() describes the last backward pass, and none has run: call backward() first"
@@ -620,10 +608,7 @@ def _missing(names: dict[int, list[str]]) -> str:
 
 
 class DelayedReduction:
-    """Averages the gradients of some parameters in one message, outside of buckets.
-
-    It does this when the gradient of another parameter, the trigger, is ready.
-    """
+    """Averages some gradients in one message when the trigger's gradient is ready."""
 
     def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
         self._leaves, self._reducer = list(leaves), reducer

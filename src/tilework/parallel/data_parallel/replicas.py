@@ -30,19 +30,13 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Replica:
-    """The facts that ranks compare after backward: counts of passes, and in some passes parameters
-    that are the same on all ranks, as local tensors with names.
-    """
+    """The facts that ranks compare after backward: counts of passes, and at times parameters."""
 
     passes: Passes
     parameters: Callable[[], list[tuple[str, Tensor]]]
 
     def digest(self, values: bool) -> int:
-        """A number by which ranks compare: equal if counts of passes, and values, are equal. Local.
-
-        Elements of parameters count, if asked for, in the passes where that is due; on accelerators
-        only in the full mode.
-        """
+        """A number that is equal if counts of passes, and values where due, are equal. Local."""
         digest = self.passes.digest
         if values and self.passes.is_due():
             tensors = [tensor for _, tensor in _compared(self.parameters())]
@@ -50,9 +44,7 @@ class Replica:
         return digest
 
     def find_difference(self, group: ProcessGroup) -> None:
-        """Raise on every rank if counts of passes differ, or parameters by more than rounding:
-        called when digests differ. Collective over the group; blocks.
-        """
+        """Raise on every rank if counts of passes or parameters differ. Collective."""
         compare_passes(self.passes, group)
         compare_values(self.parameters(), group, _ADVICE)
 
@@ -60,12 +52,7 @@ class Replica:
 def compare_values(
     parameters: Iterable[tuple[str, Tensor]], group: ProcessGroup, advice: str
 ) -> None:
-    """Raise CollectiveMismatchError, on every rank, where parameters differ by more than rounding.
-    Collective; blocks.
-
-    Tensors on accelerators are compared only in the full mode of comparison. ``advice`` is the last
-    sentence of the error: what to look for.
-    """
+    """Raise where parameters differ by more than rounding. Collective; blocks."""
     compare_plain(_compared(parameters), group, full=mode() == "full", advice=advice)
 
 
@@ -81,15 +68,7 @@ def check_replicas(
     *,
     values: Container[str] = (),
 ) -> None:
-    """Raise if named parameters of a module differ between ranks. Collective over the group;
-    blocks.
-
-    Parameters whose names are ``ignored`` may differ. Of those in ``values`` elements are compared,
-    too, not only names, shapes, dtypes and ``requires_grad``.
-
-    Raises:
-        ValueError: They differ; on every rank. The error names the first that does, and both ranks.
-    """
+    """Raise ValueError if named parameters differ between ranks. Collective; blocks."""
 
     def facts() -> list[tuple[str, str]]:
         return [
@@ -136,9 +115,7 @@ def _difference(
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src: int = 0) -> None:
-    """Overwrite tensors, of the same shapes and dtypes on every rank, with those of a group rank,
-    in few messages. Meta tensors are left alone. Collective; blocks.
-    """
+    """Give all ranks the tensors of a group rank, in few messages. Collective."""
     if group.size() == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

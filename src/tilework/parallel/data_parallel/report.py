@@ -19,10 +19,7 @@ _KINDS = {
 
 @dataclass
 class BucketTimes:
-    """Times of one bucket in one backward pass, in seconds of ``time.perf_counter``: the last
-    gradient was computed, the reduction was started, and was seen to be done (perhaps after
-    backward).
-    """
+    """When a bucket was ready, was started and was seen to be reduced, by perf_counter."""
 
     ready: float = 0.0
     started: float = 0.0
@@ -163,9 +160,7 @@ class StepReport:
 def step_report(
     times: PassTimes, buckets: Sequence[tuple[tuple[str, ...], int, str]], rebuilt: bool
 ) -> StepReport:
-    """The report of a backward pass: times become milliseconds from the start of the pass.
-    ``buckets`` has the names of the parameters, the bytes and the dtype of each.
-    """
+    """The report of a backward pass, in milliseconds from the start of the pass."""
     start = times.started
     reports = tuple(
         BucketReport(

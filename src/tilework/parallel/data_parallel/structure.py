@@ -14,10 +14,7 @@ from tilework.tiled import TiledTensor
 
 
 class Members:
-    """The submodules and parameters that some modules had when this object was made.
-
-    :meth:`is_current` compares them with the present members in every step: all loops run in C.
-    """
+    """The submodules and parameters that some modules had; compared in C in each step."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables: list[Mapping[str, Any]] = [
@@ -34,11 +31,7 @@ class Members:
 
 
 class ModuleStructure:
-    """The modules and parameters within a module when this object was made.
-
-    :meth:`is_current` compares them with the present state in every step: all loops over parameters
-    run in C.
-    """
+    """The modules and parameters within a module; compared in C in each step."""
 
     def __init__(self, module: nn.Module) -> None:
         #: Every module once, with the name.

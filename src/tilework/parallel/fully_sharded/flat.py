@@ -71,14 +71,7 @@ class Rooms:
 
 
 class Row:
-    """Parameters whose shards lie one after the other, each padded to the largest rank's.
-
-    Attributes:
-        params: The parameters.
-        offsets: By parameter, the index of the first element in a rank's row.
-        numel: The row's number of elements.
-        mine: The shards of this rank in the rank's row.
-    """
+    """Parameters whose shards lie one after the other, each padded to the largest rank's."""
 
     def __init__(
         self, params: Sequence[ShardedParam], rank: int, device: torch.device, more: int = 0
@@ -117,12 +110,7 @@ class Row:
 
 
 class Gathering:
-    """Full parameters, gathered or being gathered.
-
-    Attributes:
-        block: The memory of all full parameters, one after the other.
-        fulls: By parameter, the full local tensor.
-    """
+    """The full tensors (``fulls``) in one ``block`` of memory, gathered or being gathered."""
 
     def __init__(self, flat: Flat) -> None:
         self.block = empty_tensor((flat.numel,), flat.compute_dtype, flat.device)
@@ -150,18 +138,7 @@ class Gathering:
 
 
 class Flat:
-    """The shards of parameters of one dtype and device on this rank.
-
-    Args:
-        params: The parameters, whose ``sharded`` may still be full tensors.
-        kept: By parameter, the shard whose memory stays; None: the shard gets new memory.
-        shard_group: The ranks that the parameters are sharded over.
-        replicate_group: The ranks with the same shards; None: there are none.
-        policy: The dtypes of gathered parameters and of reductions.
-
-    Attributes:
-        shards: By parameter, this rank's shard, with a separate count of writes.
-    """
+    """This rank's shards of parameters of one dtype and device, in kept or in new memory."""
 
     def __init__(
         self,
@@ -285,19 +262,7 @@ class Flat:
         grads: Sequence[Tensor | None],
         how: Reduction,
     ) -> list[Tensor | None]:
-        """This rank's shards of the gradients' averages over all ranks. Collective; blocks.
-
-        A gradient that only some ranks have counts as zero on the others.
-
-        Args:
-            params: Parameters of this buffer, the same on all ranks.
-            grad_dtypes: By parameter, the gradient's dtype, for which ``reduce_dtype`` is the same.
-            grads: By parameter, this rank's gradient of the full tensor; None: there is none.
-            how: How to average.
-
-        Returns:
-            By parameter, the shard in the gradient's dtype; None: no rank has a gradient.
-        """
+        """This rank's shards of averages; None: no rank has a gradient. Collective; blocks."""
         dtype = self.reduce_dtype(grad_dtypes[0])
         alone, others, row = self._rows_of_grads(tuple(params))
         results: list[Any] = [None] * len(params)
@@ -322,9 +287,7 @@ class Flat:
         ]
 
     def _rows_of_grads(self, params: tuple[ShardedParam, ...]) -> tuple[list[int], list[int], Row]:
-        """The places of gradients that are reduced alone and of others, and the others' row, which
-        ends with a mark for each gradient: above zero where a rank has it.
-        """
+        """The places reduced alone, the others, and their row, with a mark for each gradient."""
         if self._reduced is None or self._reduced[0] != params:
             places = range(len(params))
             alone = [at for at in places if self._is_direct(params[at])]
@@ -360,11 +323,7 @@ class Flat:
 
 @torch.no_grad()
 def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
-    """Start to gather the full parameters of each buffer. Collective over the sharding groups.
-
-    Small rows of several buffers share a message. With ``async_op`` the function returns at once if
-    another core can gather; ``finish`` waits.
-    """
+    """Start to gather the buffers' full parameters, small rows in a common message. Collective."""
     gatherings = [Gathering(flat) for flat in flats]
     messages: dict[Any, list[tuple[Flat, Gathering, int]]] = {}
     for flat, gathering in zip(flats, gatherings, strict=True):

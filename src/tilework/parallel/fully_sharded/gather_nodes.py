@@ -36,11 +36,7 @@ GatherAgain = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list
 
 
 class GatherParameters(torch.autograd.Function):
-    """Puts full tensors into autograd's graph as results of this rank's shards.
-
-    Forward moves nothing: the tensors were gathered before. Backward reduces the gradients of the
-    full tensors to averages over the ranks, as gradients of the shards, and is collective.
-    """
+    """Full tensors as results of the shards; backward reduces, and is collective."""
 
     apply: Any = torch_apply  # no argument is a DTensor
 
@@ -98,20 +94,14 @@ class AverageToShards(torch.autograd.Function):
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """A context, around a forward pass, outside of torch.func's transforms such as jvp.
-
-    Transforms wrap all results of operators, but must not see the gathering.
-    """
+    """A context outside of torch.func's transforms, which must not see the gathering."""
     if torch._C._are_functorch_transforms_active():
         return temporarily_clear_interpreter_stack()
     return nullcontext()
 
 
 def can_save() -> bool:
-    """False if the full tensors that operators save must stay in memory until backward.
-
-    That is in releases of torch before 2.8, and within torch.func.grad and vjp.
-    """
+    """False before torch 2.8 and within torch.func.grad: saved full tensors stay in memory."""
     return (
         _hooks_around is not None
         and _autograd._saved_tensors_hooks_get_disabled_error_message() is None
@@ -132,10 +122,7 @@ class Saved:
         self.version = self.local._version
 
     def tensor(self) -> Tensor:
-        """The tensor. Collective if the full parameters are not in memory.
-
-        Raises RuntimeError if the parameter was written to since forward.
-        """
+        """The tensor; raises if the parameter was written to since. May be collective."""
         if self.local._version != self.version:
             raise RuntimeError(
                 f"parameter {self.name} was written to in place after the forward pass whose "

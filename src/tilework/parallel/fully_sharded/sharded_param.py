@@ -28,18 +28,7 @@ Places = list[tuple[nn.Module, str]]
 
 @dataclass(eq=False)
 class ShardedParam:
-    """A parameter that is gathered for computation and sharded otherwise.
-
-    Attributes:
-        name: The parameter's name in the module that was sharded.
-        places: The modules and attributes that hold it.
-        sharded: The DTensor that modules and optimizers have.
-        shape: The shape of the full local tensor: with tensor parallelism, of this rank's part.
-        dim: The dim that is sharded.
-        sizes: The size of each rank's shard along that dim.
-        spec: The layout of the DTensor.
-        tensor_parallel: The layout of the full tensor; None: it is a plain tensor.
-    """
+    """A parameter, as ``places`` hold it, that is gathered for computation, else ``sharded``."""
 
     name: str
     places: Places
@@ -63,11 +52,7 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard: a leaf of the graph.
-
-        Raises:
-            RuntimeError: The parameter was swapped with a full one, and is not taken over yet.
-        """
+        """This rank's shard: a leaf of the graph; raises if the parameter was swapped since."""
         if type(self.sharded) is not DTensor:
             raise RuntimeError(
                 f"parameter {self.name} was swapped with a {type(self.sharded).__name__} after the "
@@ -111,14 +96,7 @@ def sharded_param(
     dim: int,
     on_mesh: bool = False,
 ) -> ShardedParam:
-    """The description of a parameter on a mesh. Values are not looked at. Local.
-
-    With ``on_mesh`` it is a DTensor that lies on the mesh already, in any layout.
-
-    Raises:
-        TypeError: The parameter is a DTensor of torch.distributed.tensor.
-        ValueError: The parameter has no dims, or the meshes have no common root.
-    """
+    """The description of a parameter; ``on_mesh``: a DTensor there already. Local."""
     refuse_torch_dtensor(parameter, f"fully_shard of parameter {name!r}")
     is_full = isinstance(parameter, DTensor) and not on_mesh
     tensor_parallel = layout_of(parameter) if is_full else None
@@ -141,12 +119,7 @@ def sharded_param(
 
 
 def dim_of(name: str, parameter: nn.Parameter, placement: Any) -> int:
-    """The dim that a placement function chose for a parameter; the first for None.
-
-    Raises:
-        TypeError: The function returned something else than Shard or None.
-        ValueError: The parameter does not have the dim.
-    """
+    """The dim that a placement function chose, checked; the first for None."""
     if placement is None:
         return 0
     if type(placement) is not Shard or placement.turns > 1:

@@ -67,20 +67,13 @@ class _Former:
 
 
 class FormerMemory:
-    """The former memory of a unit's parameters, as long as aliases hold it.
-
-    Writes to it are noticed by comparing content, since torch does not count writes to ``.data``:
-    all elements of small tensors, a sample of large ones.
-    """
+    """The parameters' former memory, as long as aliases hold it; writes show in the content."""
 
     def __init__(self) -> None:
         self._formers: list[_Former] = []
 
     def watch(self, name: str, tensor: Tensor, now: Tensor) -> None:
-        """Watch the memory that ``tensor`` showed before it showed ``now``. Local.
-
-        Nothing is watched if it is the same, or if ``tensor`` has none.
-        """
+        """Watch the memory that ``tensor`` showed before it showed ``now``, if another. Local."""
         storage = tensor.untyped_storage()
         content = 0 if mode() == "off" else hash_of(tensor.detach(), False)
         if content and storage.data_ptr() != now.untyped_storage().data_ptr():
@@ -89,11 +82,7 @@ class FormerMemory:
             self._formers.append(former)
 
     def check(self, owner: str) -> None:
-        """Raise if the program has written to such memory. Local.
-
-        Raises:
-            RuntimeError: It has; the error names the parameter, and says what to do.
-        """
+        """Raise if the program has written to such memory. Local."""
         if not self._formers:
             return
         held = []
@@ -116,14 +105,7 @@ class FormerMemory:
 
 @dataclass(frozen=True, eq=False)
 class OwningUnit:
-    """A call of fully_shard as the owner of parameters, with the settings for sharding them.
-
-    Attributes:
-        name: The classes of the modules, for errors.
-        mesh: One axis: shard along it. Two: replicate along the first.
-        policy: The dtypes of computation and reduction.
-        placement: The dim to shard of a parameter; None: the first dim.
-    """
+    """A call of fully_shard as the owner of parameters, with the settings for sharding them."""
 
     name: str
     mesh: DeviceMesh
@@ -164,10 +146,7 @@ def _owner_of(parameter: Any) -> OwningUnit | None:
 
 
 class ModuleTables:
-    """The tables of submodules and parameters of the modules of a unit.
-
-    Modules that were given to fully_shard separately are left out.
-    """
+    """The submodules and parameters of a unit's modules, without those of other units."""
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
         self._roots = modules
@@ -216,10 +195,7 @@ class ModuleTables:
         return list(found.values())
 
     def make_buffers_whole(self, mesh: DeviceMesh) -> None:
-        """Replace buffers that were computed from sharded parameters, such as masks of pruning.
-
-        Modules read them beside full parameters. Collective if there are any.
-        """
+        """Gather buffers that were computed from sharded parameters. Collective if any."""
         for _, module in self._modules:
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, DTensor) and buffer.device_mesh == mesh:

@@ -124,10 +124,7 @@ class Use:
         return self.gathered
 
     def block(self, which: int) -> Tensor:
-        """The memory of the full tensors of ``flats[which]``, in backward.
-
-        Collective if they are not in memory.
-        """
+        """The full tensors of ``flats[which]`` in backward. Collective if not in memory."""
         return self.full().parts[which].block
 
 
@@ -147,10 +144,7 @@ class Run:
 
 
 class BackwardPass:
-    """A backward pass under way, which frees at the end everything that it has gathered.
-
-    Only autograd's engine keeps this object, and drops it when the pass raises.
-    """
+    """A backward pass, kept by autograd's engine; frees at the end what it has gathered."""
 
     def __init__(self) -> None:
         #: The units that the pass has gathered, each with the uses at that time.
@@ -185,10 +179,7 @@ def is_in_forward() -> bool:
 
 @contextmanager
 def as_program(units: Sequence[Unit]) -> Iterator[None]:
-    """A context for recording a function, in which each pass gathers and reduces all. Collective.
-
-    At the beginning it reduces the gradients that wait, and frees full parameters.
-    """
+    """A context for recording, in which each pass gathers and reduces all. Collective."""
     settings = [(unit.reduction, replace(unit.reduction)) for unit in units]
     for unit in units:
         unit.reduce_deferred()
@@ -202,16 +193,7 @@ def as_program(units: Sequence[Unit]) -> Iterator[None]:
 
 
 class Unit:
-    """The parameters of one call of fully_shard, and when they are gathered and freed.
-
-    Args:
-        modules: The modules given to fully_shard.
-        mesh: One axis: shard along it. Two: replicate along the first.
-        policy: The dtypes of computation and reduction.
-        reshard_after_forward: See :func:`fully_shard`.
-        placement: The dim to shard of a parameter.
-        ignored: Parameters to leave as they are.
-    """
+    """The parameters of one call of fully_shard, and when they are gathered and freed."""
 
     def __init__(
         self,
@@ -259,12 +241,7 @@ class Unit:
     # -- the modules' parameters ---------------------------------------------------------------
 
     def look(self) -> None:
-        """Take over the modules' current parameters, if any has changed since the last look. Local
-        unless some are new.
-
-        Raises:
-            ValueError: A module holds something that cannot be sharded; the error names it.
-        """
+        """Take over parameters that have changed since the last look. Collective if any are new."""
         self.owner.check_former()
         if self.tables.is_current() and self._is_shown():
             return
@@ -301,10 +278,7 @@ class Unit:
     # -- phases ------------------------------------------------------------------------------
 
     def start_gather(self, async_op: bool = True, after: Iterable[Unit] = ()) -> None:
-        """Start to gather, unless that was done already. Collective.
-
-        The units ``after`` come next: as long as they are small, a common message gathers them.
-        """
+        """Start to gather, with small units that come ``after``, unless done. Collective."""
         if self._gathered is None:
             together = [self, *self._small(after)]
             made = _gathered_together([(unit, unit.flats) for unit in together], async_op)
@@ -356,10 +330,7 @@ class Unit:
         )
 
     def reshard(self) -> None:
-        """Leave only shards to the modules; drop full parameters. Local.
-
-        It does nothing while a forward pass of the unit runs.
-        """
+        """Leave only shards to the modules, unless forward runs. Local."""
         if self._depth:
             return
         self._uninstall()
@@ -755,10 +726,7 @@ class Unit:
 def _gathered_together(
     units: Sequence[tuple[Unit, list[Flat]]], async_op: bool = False
 ) -> list[GatheredParameters]:
-    """The full parameters of buffers of each unit, gathered or being gathered. Collective.
-
-    Ranks compare how often the units were gathered, and their parameters.
-    """
+    """Full parameters of units, whose digests ranks compare. Collective."""
     in_backward = torch._C._current_graph_task_id() != -1
     for unit, flats in units:
         unit._check_memory(flats)
