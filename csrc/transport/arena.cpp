@@ -19,11 +19,19 @@ constexpr size_t kMostIdle = 64 * 1024 * 1024;
 
 }  // namespace
 
-Mapping::Mapping(int fd, size_t offset, size_t bytes) : bytes_(bytes) {
-  void* place = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd,
+Mapping::Mapping(int fd, size_t offset, size_t bytes, bool huge) : bytes_(bytes) {
+  char* hint = nullptr;
+  if (huge) {  // such pages begin at their multiples, in the file and in the address space
+    constexpr int kNobody = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* free = mmap(nullptr, bytes + kHugePage, PROT_NONE, kNobody, -1, 0);
+    if (free != MAP_FAILED && munmap(free, bytes + kHugePage) == 0)
+      hint = static_cast<char*>(free) + (offset - reinterpret_cast<uintptr_t>(free)) % kHugePage;
+  }
+  void* place = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd,
                      static_cast<off_t>(offset));
   if (place == MAP_FAILED)
     throw std::system_error(errno, std::generic_category(), "mmap of the segment");
+  if (huge) madvise(place, bytes, MADV_HUGEPAGE);
   base_ = static_cast<char*>(place);
 }
 
@@ -47,7 +55,7 @@ char* Arena::allocate(size_t bytes) {
     const auto [begin, end] = *range;
     if (end - begin < wanted) continue;
     try {
-      if (!mapping_) mapping_ = std::make_unique<Mapping>(fd_, offset_, bytes_);
+      if (!mapping_) mapping_ = std::make_unique<Mapping>(fd_, offset_, bytes_, true);
     } catch (const std::system_error&) {
       return nullptr;  // no address space left: ordinary memory serves as well
     }

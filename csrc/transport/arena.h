@@ -14,12 +14,12 @@ namespace tilework {
 /// A mapped range of a file; unmapped when destroyed.
 class Mapping {
  public:
-  Mapping(int fd, size_t offset, size_t bytes);  // throws std::system_error
+  /// Throws std::system_error. `huge`: in huge pages, if the kernel has them for shared memory.
+  Mapping(int fd, size_t offset, size_t bytes, bool huge = false);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   char* base() const { return base_; }
-  size_t bytes() const { return bytes_; }
 
  private:
   char* base_;

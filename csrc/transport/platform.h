@@ -13,7 +13,7 @@ constexpr int64_t kSecond = 1'000'000'000;
 constexpr int64_t kNever = INT64_MAX;
 
 /// Bytes of a page, in which files are mapped.
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = 4096, kHugePage = 2 * 1024 * 1024;
 /// The smallest multiple of `unit` that is at least `n`.
 constexpr size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 

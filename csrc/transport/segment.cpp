@@ -192,7 +192,7 @@ char* Segment::in_arena(int rank, uint64_t offset, size_t bytes) const {
     throw std::out_of_range("beyond the arena");
   std::lock_guard<std::mutex> lock(mutex_);
   auto& mapping = arenas_[rank];
-  if (!mapping) mapping = std::make_unique<Mapping>(fd(), arena(rank), layout_.arena_bytes);
+  if (!mapping) mapping = std::make_unique<Mapping>(fd(), arena(rank), layout_.arena_bytes, true);
   return mapping->base() + offset;
 }
 
