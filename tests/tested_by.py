@@ -14,6 +14,7 @@ from pathlib import PurePath
 _ROWS = (
     ("", "cores", "launch/test_binding launch/test_environment"),
     ("", "errors", "faults/test_raising launch/test_spawn checkpoint/test_reading"),
+    ("", "huge_pages", "launch/test_environment comm/backends/shm/test_calibration"),
     ("", "from_torch", "torch_names/test_signatures"),
     # A captured step needs all parts of the package.
     ("capture", "program/python_code program/number", "program test_program"),

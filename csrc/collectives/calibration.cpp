@@ -2,13 +2,13 @@
 
 #include <sched.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <thread>
@@ -18,14 +18,12 @@
 namespace tilework {
 namespace {
 
-constexpr int kRanks = 2;
-constexpr size_t kKiB = 1024, kMiB = 1024 * kKiB;
-constexpr size_t kLongest = 8 * kMiB;
+constexpr size_t kMiB = 1024 * 1024;
+constexpr size_t kOfAllRanks = 16 * kMiB;  // the longest messages together
 constexpr double kTimeout = 5;  // seconds; a group whose rank lacks a core is slow, not stuck
 /// A way replaces the default only if it takes at most this share of the default's time.
 constexpr double kClearly = 0.9;
-constexpr double kSlower = 1e9;
-constexpr int kTurns = 5, kTurnsOfLong = 3, kFewTurns = 2;
+constexpr int kTurns = 5, kTurnsOfLong = 3;
 constexpr size_t kLong = kMiB;
 /// The most ns to spend on repeating turns that other programs disturbed: at a job's start the other ranks
 /// still load their modules. Later disturbed turns count as measured. They do not mislead, since a way must
@@ -65,8 +63,31 @@ class Pinned {
 };
 
 /// The kinds of measured work.
-enum class Work { kAllGather, kBroadcast, kAllReduce, kMessages };
-constexpr const char* kWorkNames[] = {"all_gather", "broadcast", "all_reduce", "send_recv"};
+enum class Work { kAllGather, kAllToAll, kBroadcast, kAllReduce, kReduceScatter, kMessages };
+constexpr const char* kWorkNames[] = {"all_gather", "all_to_all",     "broadcast",
+                                      "all_reduce", "reduce_scatter", "send_recv"};
+
+/// Touched memory in pages of one kind.
+class Memory {
+ public:
+  Memory(size_t bytes, bool huge) : bytes_(bytes + kHugePage) {
+    void* const place = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) throw std::bad_alloc();
+    place_ = static_cast<char*>(place);
+    madvise(place_, bytes_, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    memset(begin(), 1, bytes);
+  }
+  ~Memory() { munmap(place_, bytes_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  char* begin() const { return place_ + -reinterpret_cast<uintptr_t>(place_) % kHugePage; }
+
+ private:
+  const size_t bytes_;
+  char* place_;
+};
 
 /// The seconds of a turn, and whether another program took a core during it.
 struct Turn {
@@ -74,19 +95,21 @@ struct Turn {
   bool disturbed;
 };
 
-/// Two ranks, and a buffer of each.
+/// Some ranks, and the buffers of each.
 class Ranks {
  public:
-  explicit Ranks(const std::vector<int>& cpus) {
-    if (cpus.size() < kRanks) throw std::runtime_error("two CPUs are needed");
-    std::copy_n(cpus.begin(), kRanks, cpus_);
+  Ranks(const std::vector<int>& cpus, int size, bool huge)
+      : cpus_(cpus), size_(size), groups_(size), small_(size), large_(size) {
+    if (cpus.size() < 2 || size < 2 || size % 2 != 0)
+      throw std::invalid_argument("an even number of ranks and two CPUs are needed");
     Tunables apart;
     apart.threads_apart = 1;
-    const File file(create_segment(kRanks, kDefaultSlotBytes, "calibration", apart));
-    for (int rank = 0; rank < kRanks; ++rank)
-      groups_[rank] = Group::make(file.fd, rank, kRanks, "calibration");
-    on_both([&](int rank) {
-      buffers_[rank].reset(new char[(kRanks + 1) * kLongest]);  // its pages are taken when touched
+    const File file(create_segment(size, kDefaultSlotBytes, "calibration", apart));
+    for (int rank = 0; rank < size; ++rank)
+      groups_[rank] = Group::make(file.fd, rank, size, "calibration");
+    on_all([&](int rank) {
+      small_[rank] = std::make_unique<Memory>(2 * size * kLong, false);
+      large_[rank] = std::make_unique<Memory>((size + 1) * longest(), huge);
       for (int i = 0; i < 3; ++i)
         collective(rank, OpKind::kBarrier, 0);  // after it all ranks know who reads whom
     });
@@ -97,60 +120,58 @@ class Ranks {
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
+  int size() const { return size_; }
+  size_t longest() const { return kOfAllRanks / size_; }
   bool can_read() { return groups_[0]->single_copy().rfind("possible", 0) == 0; }
 
-  /// The median seconds of some calls of an operation, on the slower rank.
+  /// The mean seconds of some calls of an operation, on the slowest rank.
   Turn measure(Work work, size_t bytes, const Tunables& tunables) {
     const size_t calls = std::max<size_t>(1, std::min<size_t>(8, 4 * kMiB / bytes));
-    Turn turns[kRanks];
+    std::vector<Turn> turns(size_);
     for (auto& group : groups_) group->set_tunables(tunables);
-    on_both([&](int rank) {
-      touch(rank, bytes);
+    on_all([&](int rank) {
       // The previous way has left cache lines of both outboxes in its own state; the outboxes hold a MiB.
       for (size_t done = 0; bytes <= kLong && done < kMiB; done += bytes) run(rank, work, bytes);
-      std::vector<double> taken;
       const int64_t switches = context_switches(), cpu = thread_cpu_ns(), start = now_ns();
-      for (size_t call = 0; call < calls; ++call) {
-        const int64_t begun = now_ns();
-        run(rank, work, bytes);
-        taken.push_back(static_cast<double>(now_ns() - begun) * 1e-9);
-      }
-      std::nth_element(taken.begin(), taken.begin() + calls / 2, taken.end());
+      for (size_t call = 0; call < calls; ++call) run(rank, work, bytes);
       const double wall = static_cast<double>(now_ns() - start);
       const double lost = wall - static_cast<double>(thread_cpu_ns() - cpu);
-      turns[rank] = {taken[calls / 2], context_switches() != switches && lost > kLost * wall};
+      const bool alone = static_cast<size_t>(size_) <= cpus_.size();  // else ranks take turns
+      turns[rank] = {wall * 1e-9 / static_cast<double>(calls),
+                     alone && context_switches() != switches && lost > kLost * wall};
     });
-    return {std::max(turns[0].seconds, turns[1].seconds), turns[0].disturbed || turns[1].disturbed};
+    Turn slowest = turns[0];
+    for (const Turn& turn : turns) {
+      slowest.seconds = std::max(slowest.seconds, turn.seconds);
+      slowest.disturbed |= turn.disturbed;
+    }
+    return slowest;
   }
 
  private:
-  /// Write to the first bytes of each buffer, because untouched memory is one shared page of zeros.
-  void touch(int rank, size_t bytes) {
-    size_t& touched = touched_[rank];
-    if (bytes <= touched) return;
-    char* const memory = buffers_[rank].get();
-    for (size_t part = 0; part <= kRanks; ++part)
-      memset(memory + part * kLongest + touched, 1, bytes - touched);
-    touched = bytes;
+  /// Memory for messages as programs have it: only long tensors have huge pages.
+  char* memory(int rank, size_t bytes) const {
+    return (bytes <= kLong ? small_ : large_)[rank]->begin();
   }
 
   void run(int rank, Work work, size_t bytes) {
     switch (work) {
       case Work::kAllGather: return collective(rank, OpKind::kAllGather, bytes);
+      case Work::kAllToAll: return collective(rank, OpKind::kAllToAll, bytes);
       case Work::kBroadcast: return collective(rank, OpKind::kBroadcast, bytes);
       case Work::kAllReduce: return collective(rank, OpKind::kAllReduce, bytes);
+      case Work::kReduceScatter: return collective(rank, OpKind::kReduceScatter, bytes);
       case Work::kMessages:
-        for (int source = 0; source < kRanks; ++source) message(rank, source, bytes);
+        for (int first = 0; first < 2; ++first) message(rank, rank % 2 == first, bytes);
     }
   }
 
-  /// From one rank to the other.
-  void message(int rank, int source, size_t bytes) {
-    const bool sends = rank == source;
+  /// From each rank of a pair to the other.
+  void message(int rank, bool sends, size_t bytes) {
     auto request = std::make_shared<Request>();
     request->is_send = sends;
-    request->peer = 1 - rank;
-    request->buffer = {buffers_[rank].get() + (sends ? 0 : kLongest), bytes};
+    request->peer = rank ^ 1;
+    request->buffer = {memory(rank, bytes) + (sends ? 0 : bytes), bytes};
     request->dtype = DType::kFloat32;
     request->seconds = kTimeout;
     request->deadline = now_ns() + static_cast<int64_t>(kTimeout * 1e9);
@@ -160,38 +181,39 @@ class Ranks {
   }
 
   void collective(int rank, OpKind kind, size_t bytes) {
-    char* const memory = buffers_[rank].get();
-    const Buffer input = {memory, bytes};
-    std::vector<Buffer> outputs;
-    for (int part = 1; part <= kRanks; ++part) outputs.push_back({memory + part * kLongest, bytes});
+    std::vector<Buffer> parts;
+    for (int part = 0; part < 2 * size_; ++part)
+      parts.push_back({memory(rank, bytes) + part * bytes, bytes});
+    const bool splits = kind == OpKind::kAllToAll || kind == OpKind::kReduceScatter;
+    const Buffers inputs = {parts.data(), splits ? size_ : 1};
     Operation operation{};
     operation.kind = kind;
     operation.dtype = DType::kFloat32;
     operation.factor = 1;
-    if (kind == OpKind::kAllGather) {
-      operation.inputs = {&input, 1};
-      operation.outputs = {outputs.data(), kRanks};
-    } else if (kind == OpKind::kAllReduce) {
-      operation.reduce_op = ReduceOp::kMax;  // a maximum leaves equal values unchanged
-      operation.inputs = operation.outputs = {&input, 1};
-    } else if (kind == OpKind::kBroadcast) {
-      operation.outputs = {&input, 1};
+    // A maximum leaves equal values unchanged.
+    if (reduces(kind)) operation.reduce_op = ReduceOp::kMax;
+    if (kind == OpKind::kAllGather || splits) {
+      operation.inputs = inputs;
+      operation.outputs = {parts.data() + inputs.count, kind == OpKind::kReduceScatter ? 1 : size_};
+    } else if (kind != OpKind::kBarrier) {
+      operation.outputs = inputs;
+      if (kind == OpKind::kAllReduce) operation.inputs = inputs;
     }
     groups_[rank]->run(operation, kTimeout, nullptr);
   }
 
   template <class Act>
-  void on_both(Act&& act) {
-    std::exception_ptr failures[kRanks];
+  void on_all(Act&& act) {
+    std::vector<std::exception_ptr> failures(size_);
     std::vector<std::thread> threads;
-    for (int rank = 0; rank < kRanks; ++rank)
+    for (int rank = 0; rank < size_; ++rank)
       threads.emplace_back([&, rank] {
-        const Pinned pinned(cpus_[rank]);
+        const Pinned pinned(cpus_[rank % cpus_.size()]);
         try {
           act(rank);
         } catch (...) {
           failures[rank] = std::current_exception();
-          groups_[rank]->close();  // so that the other rank does not wait
+          groups_[rank]->close();  // so that the other ranks do not wait
         }
       });
     for (std::thread& thread : threads) thread.join();
@@ -199,16 +221,18 @@ class Ranks {
       if (failure) std::rethrow_exception(failure);
   }
 
-  int cpus_[kRanks];
-  std::shared_ptr<Group> groups_[kRanks];
-  std::unique_ptr<char[]> buffers_[kRanks];
-  size_t touched_[kRanks] = {};
+  const std::vector<int> cpus_;
+  const int size_;
+  std::vector<std::shared_ptr<Group>> groups_;
+  std::vector<std::unique_ptr<Memory>> small_, large_;
 };
 
-/// A way to do an operation.
-struct Way {
-  const char* name;
-  std::function<void(Tunables&)> choose;
+/// A choice between two ways to do an operation.
+struct Choice {
+  Work work;
+  std::vector<int> sizes;  // of messages, as powers of 2: the first that are measured
+  const char* ways[2];     // the default, and another
+  std::function<void(Tunables&, bool other)> choose;
 };
 
 double median(std::vector<double> values) {
@@ -218,117 +242,57 @@ double median(std::vector<double> values) {
 
 class Calibrator {
  public:
-  Calibrator(const std::vector<int>& cpus, std::vector<Measurement>& measurements, bool insists)
-      : ranks_(cpus), measurements_(measurements), insists_(insists) {}
+  Calibrator(const std::vector<int>& cpus, int size, bool huge, bool insists)
+      : ranks_(cpus, size, huge), insists_(insists) {}
 
-  bool can_read() { return ranks_.can_read(); }
+  Ranks& ranks() { return ranks_; }
 
-  /// Seconds of each way in each turn.
-  std::vector<std::vector<double>> compare(Work work, size_t bytes, const Tunables& base,
-                                           const std::vector<Way>& ways) {
-    std::vector<std::vector<double>> seconds(ways.size());
-    for (int turn = 0; turn < turns_of(bytes); ++turn) {
-      for (size_t i = 0; i < ways.size(); ++i) {
-        const size_t way = turn % 2 ? ways.size() - 1 - i : i;  // no way always comes first
-        Tunables tunables = base;
-        ways[way].choose(tunables);
-        seconds[way].push_back(undisturbed(work, bytes, tunables));
-      }
-      if (turn + 1 == kFewTurns && hopeless(seconds)) break;
-    }
-    for (size_t i = 0; i < ways.size(); ++i)
-      measurements_.push_back(
-          {kWorkNames[static_cast<size_t>(work)], ways[i].name, bytes, median(seconds[i])});
-    return seconds;
-  }
-
-  /// The least size from which on `second` is clearly faster than `first`; `sizes` shrink.
-  uint64_t size_from(Work work, const std::vector<size_t>& sizes, const Tunables& base,
-                     const Way& first, const Way& second) {
-    uint64_t from = kNeverBytes;
-    for (const size_t bytes : sizes) {
-      const auto seconds = compare(work, bytes, base, {first, second});
-      if (!clearly_faster(bytes, seconds[1], seconds[0])) break;
-      from = bytes;
-    }
-    return from;
-  }
-
-  /// The range of sizes in which the last way gains most over the best other way in each turn. The last way
-  /// is clearly faster at both ends of the range. `sizes` grow; each stands for sizes up to halfway to the
-  /// next.
-  SizeRange sizes_within(Work work, const std::vector<size_t>& sizes, const Tunables& base,
-                         const std::vector<Way>& ways) {
+  /// The sizes, around that of the largest gain, at which the other way is clearly faster. Both ends are
+  /// found by bisection.
+  SizeRange where_faster(const Choice& choice) {
     std::vector<double> gains;
-    for (const size_t bytes : sizes) {
-      const auto seconds = compare(work, bytes, base, ways);
-      const std::vector<double>&last = seconds.back(), others = least(seconds);
-      const double gain = std::log(median(others) / median(last));
-      gains.push_back(clearly_faster(bytes, last, others) ? gain : std::min(gain, 0.0));
-    }
-    double most = 0;
-    SizeRange best;
-    for (size_t from = 0; from < sizes.size(); ++from) {
-      double gain = 0;
-      for (size_t last = from; last < sizes.size(); ++last) {
-        gain += gains[last];
-        if (gain <= most) continue;
-        most = gain;
-        const bool longest = last + 1 == sizes.size();
-        best = {sizes[from], longest ? kNeverBytes : halfway(sizes[last], sizes[last + 1])};
+    for (const int size : choice.sizes) gains.push_back(gain(choice, size));
+    const auto best = std::max_element(gains.begin(), gains.end()) - gains.begin();
+    if (gains[best] == 0) return {};
+    const auto edge = [&](int step, ptrdiff_t end) {
+      ptrdiff_t at = best;
+      while (at != end && gains[at + step] > 0) at += step;
+      int faster = choice.sizes[at], slower = at == end ? faster : choice.sizes[at + step];
+      while (std::abs(faster - slower) > 1) {
+        const int middle = (faster + slower) / 2;
+        (gain(choice, middle) > 0 ? faster : slower) = middle;
       }
-    }
-    return best;
+      return faster;
+    };
+    const int first = edge(-1, 0), last = edge(1, static_cast<ptrdiff_t>(gains.size()) - 1);
+    const bool longest = last == choice.sizes.back();
+    return {uint64_t{1} << first, longest ? kNeverBytes : (uint64_t{3} << last) / 2};
   }
 
-  /// The best way: the first, unless another is clearly faster overall and slower at no size.
-  size_t best_of(Work work, const std::vector<size_t>& sizes, const Tunables& base,
-                 const std::vector<Way>& ways) {
-    std::vector<double> shares(ways.size(), 0);  // of the first way's time, over all sizes
-    for (const size_t bytes : sizes) {
-      const auto seconds = compare(work, bytes, base, ways);
-      for (size_t i = 0; i < ways.size(); ++i) {
-        const double share = median(seconds[i]) / median(seconds[0]);
-        shares[i] += share > 1 ? kSlower : share;
-      }
-    }
-    const auto best = std::min_element(shares.begin(), shares.end());
-    return *best < kClearly * shares[0] ? static_cast<size_t>(best - shares.begin()) : 0;
-  }
+  Calibration result;
 
  private:
-  static int turns_of(size_t bytes) { return bytes < kLong ? kTurns : kTurnsOfLong; }
-
-  /// The geometric mean of two sizes.
-  static uint64_t halfway(size_t one, size_t other) {
-    return static_cast<uint64_t>(std::sqrt(static_cast<double>(one) * static_cast<double>(other)));
-  }
-
-  /// The least seconds of all ways but the last, for each turn.
-  static std::vector<double> least(const std::vector<std::vector<double>>& seconds) {
-    std::vector<double> result = seconds[0];
-    for (size_t way = 1; way + 1 < seconds.size(); ++way)
-      for (size_t turn = 0; turn < result.size(); ++turn)
-        result[turn] = std::min(result[turn], seconds[way][turn]);
-    return result;
-  }
-
-  /// True if faster not only by the median, but in all turns (in all but one of five).
-  static bool clearly_faster(size_t bytes, const std::vector<double>& one,
-                             const std::vector<double>& other) {
-    const int turns = turns_of(bytes);
-    if (one.size() < static_cast<size_t>(turns)) return false;
+  /// How much faster the other way is, as a logarithm: not only by the median, but in all turns (in all but
+  /// one of five); else 0.
+  double gain(const Choice& choice, int size) {
+    const size_t bytes = size_t{1} << size;
+    const int turns = bytes < kLong ? kTurns : kTurnsOfLong, tolerated = turns / kTurns;
+    std::vector<double> seconds[2];
     int slower = 0;
-    for (size_t turn = 0; turn < one.size(); ++turn) slower += one[turn] >= kClearly * other[turn];
-    return slower <= turns / kTurns && median(one) < kClearly * median(other);
-  }
-
-  /// True if no way was faster than the first in any turn yet, so that none will be chosen.
-  static bool hopeless(const std::vector<std::vector<double>>& seconds) {
-    for (const auto& way : seconds)
-      for (size_t turn = 0; turn < way.size(); ++turn)
-        if (way[turn] < seconds[0][turn]) return false;
-    return true;
+    for (int turn = 0; turn < turns && slower <= tolerated; ++turn) {
+      for (int i = 0; i < 2; ++i) {
+        const int way = turn % 2 ? 1 - i : i;  // no way always comes first
+        Tunables tunables = result.tunables;
+        choice.choose(tunables, way == 1);
+        seconds[way].push_back(undisturbed(choice.work, bytes, tunables));
+      }
+      slower += seconds[1].back() >= kClearly * seconds[0].back();
+    }
+    for (int way = 0; way < 2; ++way)
+      result.measurements.push_back({kWorkNames[static_cast<size_t>(choice.work)], choice.ways[way],
+                                     bytes, median(seconds[way])});
+    const double share = median(seconds[1]) / median(seconds[0]);
+    return slower > tolerated || share >= kClearly ? 0 : -std::log(share);
   }
 
   double undisturbed(Work work, size_t bytes, const Tunables& tunables) {
@@ -347,103 +311,65 @@ class Calibrator {
   }
 
   Ranks ranks_;
-  std::vector<Measurement>& measurements_;
   const bool insists_;
   int64_t lost_ns_ = 0;
   int disturbed_ = 0;
 };
 
-void calibrate_chunks(Calibrator& calibrator, Tunables& tunables) {
-  struct Chunk {
+}  // namespace
+
+Calibration calibrate(const std::vector<int>& cpus, int ranks, bool huge, bool insists) {
+  Calibrator calibrator(cpus, ranks, huge, insists);
+  Tunables& tunables = calibrator.result.tunables;
+  const int last = 63 - __builtin_clzll(calibrator.ranks().longest());
+  struct Streaming {
     Work work;
-    uint64_t Tunables::* value;
+    uint64_t Tunables::* from;
+    int last, outputs;
   };
-  const size_t sizes[] = {512 * kKiB, 256 * kKiB, 128 * kKiB};  // the first is the default
-  for (const Chunk& chunk : {Chunk{Work::kAllGather, &Tunables::chunk_bytes},
-                             Chunk{Work::kAllReduce, &Tunables::reduce_chunk_bytes}}) {
-    const auto use = [&](size_t bytes) {
-      return [bytes, &chunk](Tunables& t) { t.*(chunk.value) = bytes; };
-    };
-    const size_t best = calibrator.best_of(chunk.work, {4 * kMiB, kMiB}, tunables,
-                                           {{"chunks of 512 KiB", use(sizes[0])},
-                                            {"chunks of 256 KiB", use(sizes[1])},
-                                            {"chunks of 128 KiB", use(sizes[2])}});
-    tunables.*(chunk.value) = sizes[best];
+  for (const Streaming& streaming :
+       {Streaming{Work::kAllGather, &Tunables::streamed_all_gather, last, ranks},
+        Streaming{Work::kAllToAll, &Tunables::streamed_all_to_all, last - 1, ranks},
+        Streaming{Work::kBroadcast, &Tunables::streamed_rooted, last, 1}}) {
+    const SizeRange cached = calibrator.where_faster(
+        {streaming.work,
+         {17, 20, streaming.last},
+         {"streaming stores", "cached stores"},
+         [&](Tunables& t, bool other) { t.*(streaming.from) = other ? kNeverBytes : 0; }});
+    // Outputs that are far longer than all that was measured do not stay in a cache.
+    const uint64_t below = std::min(cached.below, uint64_t{4} << streaming.last);
+    if (!cached.empty()) tunables.*(streaming.from) = below * streaming.outputs;
   }
-}
-
-/// The longest all_reduce in one round: the largest size up to which one round is faster.
-void calibrate_one_shot(Calibrator& calibrator, Tunables& tunables) {
-  const uint64_t chunks_from =
-      calibrator.size_from(Work::kAllReduce, {256 * kKiB, 128 * kKiB, 64 * kKiB, 32 * kKiB},
-                           tunables, {"one round", [](Tunables& t) { t.one_shot_bytes = kMiB; }},
-                           {"chunks", [](Tunables& t) { t.one_shot_bytes = 0; }});
-  tunables.one_shot_bytes = chunks_from == kNeverBytes ? 512 * kKiB : chunks_from / 2;
-}
-
-void calibrate_streaming(Calibrator& calibrator, Tunables& tunables) {
-  const uint64_t from =
-      calibrator.size_from(Work::kAllGather, {4 * kMiB, 2 * kMiB, kMiB}, tunables,
-                           {"cached stores", [](Tunables& t) { t.streamed_bytes = kNeverBytes; }},
-                           {"streaming stores", [](Tunables& t) { t.streamed_bytes = 0; }});
-  tunables.streamed_bytes = from == kNeverBytes ? from : from * kRanks;  // of all outputs
-}
-
-/// Stores into outboxes. The faster kind may change within seconds, so programs measure it while they run
-/// (outbox_stores.h).
-const Way kOrdinaryStores = {"outboxes", [](Tunables& t) { t.slow_outbox_ns = kNeverBytes; }};
-const Way kStreamingStores = {"streaming into outboxes",
-                              [](Tunables& t) { t.slow_outbox_ns = OutboxStores::kAlways; }};
-
-/// Ordinary stores into an outbox are slow if they alone take longer than both ends of a move by stores
-/// past the caches. Returns that limit, but no less than the default: in a long reduction ordinary stores
-/// also wait for a source in memory, and are faster nevertheless. Later measurements use the kind that is
-/// faster now, so that no choice depends on stores that programs would not use.
-uint64_t calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
-  constexpr size_t kBytes = 128 * kKiB;
-  const auto seconds =
-      calibrator.compare(Work::kBroadcast, kBytes, tunables, {kOrdinaryStores, kStreamingStores});
-  const double past_caches = median(seconds[1]);
-  (past_caches < median(seconds[0]) ? kStreamingStores : kOrdinaryStores).choose(tunables);
-  return std::max(Tunables().slow_outbox_ns,
-                  static_cast<uint64_t>(past_caches * 1e9 * kMiB / kBytes));
-}
-
-void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
+  const uint64_t chunks = calibrator
+                              .where_faster({Work::kAllReduce,
+                                             {14, 17, 19},
+                                             {"one round", "chunks"},
+                                             [](Tunables& t, bool other) {
+                                               t.one_shot_bytes = other ? 0 : kNeverBytes / 2;
+                                             }})
+                              .from;
+  tunables.one_shot_bytes = std::min<uint64_t>(chunks - 1, kDefaultSlotBytes) * ranks / 2;
+  if (!calibrator.ranks().can_read()) return calibrator.result;
   struct Reading {
     Work work;
     SizeRange Tunables::* lengths;
-    std::vector<size_t> sizes;
+    std::vector<int> sizes;
   };
-  if (!calibrator.can_read()) return;
-  const std::vector<size_t> all = {16 * kKiB, 32 * kKiB, 64 * kKiB, 256 * kKiB, kMiB, kLongest};
+  const std::vector<int> all = {14, 17, 20, last};
   // If the receiver reads a message directly, the sender waits for the answer, perhaps asleep. Only a long
   // message is worth that.
-  const std::vector<size_t> long_ones = {kMiB, kLongest};
-  for (const Reading& reading : {Reading{Work::kAllGather, &Tunables::read_moves, all},
-                                 Reading{Work::kBroadcast, &Tunables::read_rooted_moves, all},
-                                 Reading{Work::kAllReduce, &Tunables::read_reductions, all},
-                                 Reading{Work::kMessages, &Tunables::read_messages, long_ones}}) {
-    const Way single = {"single copy",
-                        [&](Tunables& t) { t.*(reading.lengths) = {0, kNeverBytes}; }};
-    tunables.*(reading.lengths) = calibrator.sizes_within(
-        reading.work, reading.sizes, tunables, {kOrdinaryStores, kStreamingStores, single});
-  }
-}
-
-}  // namespace
-
-Calibration calibrate(const std::vector<int>& cpus, bool insists) {
-  Calibration result;
-  Calibrator calibrator(cpus, result.measurements, insists);
-  Tunables& tunables = result.tunables;
-  const uint64_t slow_outbox_ns = calibrate_stores(calibrator, tunables);
-  calibrate_streaming(calibrator, tunables);
-  calibrate_chunks(calibrator, tunables);
-  calibrate_one_shot(calibrator, tunables);
-  calibrate_reading(calibrator, tunables);
-  tunables.slow_outbox_ns = slow_outbox_ns;
-  return result;
+  for (const Reading& reading :
+       {Reading{Work::kAllGather, &Tunables::read_all_gather, all},
+        Reading{Work::kAllToAll, &Tunables::read_all_to_all, {14, 17, 20, last - 1}},
+        Reading{Work::kBroadcast, &Tunables::read_rooted, all},
+        Reading{Work::kAllReduce, &Tunables::read_all_reduce, all},
+        Reading{Work::kReduceScatter, &Tunables::read_reduce_scatter, all},
+        Reading{Work::kMessages, &Tunables::read_messages, {20, last}}})
+    tunables.*(reading.lengths) = calibrator.where_faster(
+        {reading.work, reading.sizes, {"outboxes", "single copy"}, [&](Tunables& t, bool other) {
+           t.*(reading.lengths) = other ? SizeRange{0, kNeverBytes} : SizeRange{};
+         }});
+  return calibrator.result;
 }
 
 }  // namespace tilework

@@ -1,11 +1,11 @@
-// The calibration of a host: tunables measured by running operations on two ranks that are threads of
-// this process, each on a CPU of its own, which read each other's memory through the kernel as
-// processes do. It takes some 0.3 s.
+// The calibration of a host: tunables measured by running operations on some ranks that are threads of
+// this process, on CPUs of their own as far as there are, which read each other's memory through the kernel
+// as processes do. It takes some 0.3 s.
 //
-// It sees what programs see: memory as the allocator gives it, both cores at work, messages up to sizes
-// that leave the second-level cache. Ways are measured by turns; a turn in which another program took
-// a core is measured again, for a while. A way other than the default must be clearly faster in nearly every
-// turn: at each size from one on, or for reading peers' memory, within a range of sizes.
+// It sees what programs see: pages of the kind that their tensors have, all cores at work, messages up to
+// sizes that leave the second-level cache. Two ways at a time are measured by turns; a turn in which another
+// program took a core is measured again, for a while. A way other than the default must be clearly faster in
+// nearly every turn.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,7 @@
 
 namespace tilework {
 
-/// The time of an operation of two ranks, of `bytes` each, done in one of two or more ways.
+/// The time of an operation with messages of `bytes`, done in one of two ways.
 struct Measurement {
   const char* operation;
   const char* way;
@@ -27,9 +27,10 @@ struct Calibration {
   std::vector<Measurement> measurements;
 };
 
-/// Measure on the first two of `cpus`, which need not be in this process's affinity: those of a job whose
-/// ranks are bound to one each are not. Throws Fault and std::exception where no group can be made, and std::runtime_error where
-/// other programs keep taking the cores, unless `insists`.
-Calibration calibrate(const std::vector<int>& cpus, bool insists);
+/// Measure with `ranks` ranks, an even number, on the first of `cpus`, which need not be in this process's affinity:
+/// those of a job whose ranks are bound to one each are not. `huge`: long tensors have huge pages. Throws
+/// Fault and std::exception where no group can be made, and std::runtime_error where other programs keep
+/// taking the cores, unless `insists`.
+Calibration calibrate(const std::vector<int>& cpus, int ranks, bool huge, bool insists);
 
 }  // namespace tilework

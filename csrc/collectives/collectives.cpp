@@ -310,12 +310,7 @@ namespace {
 void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
-  // Calibrated with two ranks. With more ranks, each reduces all inputs, and ranks may share cores: so use
-  // at most the default.
-  const Tunables& tunables = x.tunables();
-  const size_t one_shot =
-      x.size <= 2 ? tunables.one_shot_bytes
-                  : std::min(tunables.one_shot_bytes, Tunables().one_shot_bytes) * 2 / x.size;
+  const size_t one_shot = x.tunables().one_shot_bytes * 2 / x.size;  // each rank reduces all inputs
   if (x.operation.kind == OpKind::kAllReduce && x.shows(input.bytes)) {
     show_reduction(x, input, output);
     x.round();

@@ -108,8 +108,12 @@ std::optional<Fault> Exchange::fault_while_waiting(bool check_processes) const {
 SizeRange Exchange::lengths_to_read(const ReadingFlags& reading) const {
   if (!reading.reads_peers || size == 1) return {};
   if (reading.shares_process) return {tunables().thread_copy_bytes, kNeverBytes};
-  if (reduces(operation.kind)) return tunables().read_reductions;
-  return rooted(operation.kind) ? tunables().read_rooted_moves : tunables().read_moves;
+  switch (operation.kind) {
+    case OpKind::kAllGather: return tunables().read_all_gather;
+    case OpKind::kAllToAll: return tunables().read_all_to_all;
+    case OpKind::kReduceScatter: return tunables().read_reduce_scatter;
+    default: return rooted(operation.kind) ? tunables().read_rooted : tunables().read_all_reduce;
+  }
 }
 
 /// True if a buffer of this rank's lies in rows too short to be read or written one by one, or is

@@ -129,6 +129,12 @@ class Exchange {
   ShownBuffer shown(int peer, size_t cell_offset, size_t index) const;
   /// A round in which each rank tells all ranks a number.
   std::vector<uint64_t> tell(uint64_t number);
+  /// The length of outputs from which on they are written past the caches.
+  uint64_t streamed_from() const {
+    if (rooted(operation.kind)) return tunables().streamed_rooted;
+    return operation.kind == OpKind::kAllToAll ? tunables().streamed_all_to_all
+                                               : tunables().streamed_all_gather;
+  }
   OutboxStores& stores() const { return state_.stores; }
   PeerMemory& memory() const { return context_.memory; }
   const Tunables& tunables() const { return segment_.tunables(); }

@@ -40,7 +40,7 @@ class Routes {
     }
     for (int i = 0; i < operation_.inputs.count; ++i)
       longest_own_ = std::max(longest_own_, operation_.inputs[i].bytes);
-    streamed_ = bytes >= x_.tunables().streamed_bytes;
+    streamed_ = bytes >= x_.streamed_from();
   }
 
   /// True if from here on only other ranks have data to exchange. How much, only their byte-count

@@ -94,7 +94,7 @@ void finish_through_outboxes(Exchange& x, const Buffer& input, char* output,
 /// Read the peers' finished shares; false if that failed.
 bool read_shares(Exchange& x, const std::vector<ShownBuffer>& outputs, const Shares& shares,
                  char* output) {
-  const bool streamed = shares.bytes >= x.tunables().streamed_bytes;
+  const bool streamed = shares.bytes >= x.streamed_from();
   PeerMemory::Reading reading(x.memory());
   for (int i = 1; i < x.size; ++i) {
     const int owner = (x.rank + i) % x.size;

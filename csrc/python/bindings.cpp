@@ -592,18 +592,18 @@ NB_MODULE(_core, m) {
   m.def("set_long_wait", &set_long_wait, "fn"_a.none(), "seconds"_a);
   m.def(
       "calibrate",
-      [](const std::vector<int>& cpus, bool insists) {
+      [](const std::vector<int>& cpus, int ranks, bool huge, bool insists) {
         Calibration result;
         {
           nb::gil_scoped_release unlocked;
-          result = calibrate(cpus, insists);
+          result = calibrate(cpus, ranks, huge, insists);
         }
         nb::list measurements;
         for (const Measurement& one : result.measurements)
           measurements.append(nb::make_tuple(one.operation, one.bytes, one.way, one.seconds));
         return nb::make_tuple(dict_of(result.tunables), measurements);
       },
-      "cpus"_a, "insists"_a = false);
+      "cpus"_a, "ranks"_a = 2, "huge"_a = false, "insists"_a = false);
   bind_completion(m);
   bind_posted_call(m);
   bind_wait_history(m);

@@ -28,7 +28,7 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 13;
+constexpr uint32_t kAbi = 14;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;

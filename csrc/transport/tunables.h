@@ -20,16 +20,21 @@ struct SizeRange {
 };
 
 struct Tunables {
-  uint64_t chunk_bytes = 512 * 1024;          // of an outbox that a round uses, in moves
-  uint64_t reduce_chunk_bytes = 512 * 1024;   // likewise in long reductions
-  uint64_t one_shot_bytes = 128 * 1024;       // longest all_reduce of two ranks in one round
-  uint64_t streamed_bytes = 4 * 1024 * 1024;  // outputs from here on are written past the caches
-  uint64_t slow_outbox_ns = 256 * 1024;       // for a MiB: see outbox_stores.h
+  uint64_t chunk_bytes = 512 * 1024;         // of an outbox that a round uses, in moves
+  uint64_t reduce_chunk_bytes = 512 * 1024;  // likewise in long reductions
+  uint64_t one_shot_bytes = 128 * 1024;      // longest all_reduce in one round, times ranks / 2
+  /// Outputs from here on are written past the caches.
+  uint64_t streamed_all_gather = 4 * 1024 * 1024;
+  uint64_t streamed_all_to_all = 4 * 1024 * 1024;
+  uint64_t streamed_rooted = 4 * 1024 * 1024;
+  uint64_t slow_outbox_ns = 256 * 1024;  // for a MiB: see outbox_stores.h
   /// Lengths of messages that are read from their senders' memory.
-  SizeRange read_moves;         // that all ranks take part in alike
-  SizeRange read_rooted_moves;  // from or to one rank
-  SizeRange read_reductions;    // by the length of a rank's input to one result
-  SizeRange read_messages;      // of send and recv
+  SizeRange read_all_gather;
+  SizeRange read_all_to_all;
+  SizeRange read_rooted;      // from or to one rank
+  SizeRange read_all_reduce;  // by the length of a rank's input to one result
+  SizeRange read_reduce_scatter;
+  SizeRange read_messages;  // of send and recv
   /// 1: threads of one process read each other as processes do, for calibration and tests.
   uint64_t threads_apart = 0;
   /// Where all ranks share a process, they read each other's memory from here on.
@@ -48,16 +53,22 @@ constexpr TunableField kTunableFields[] = {
     {"chunk_bytes", offsetof(Tunables, chunk_bytes)},
     {"reduce_chunk_bytes", offsetof(Tunables, reduce_chunk_bytes)},
     {"one_shot_bytes", offsetof(Tunables, one_shot_bytes)},
-    {"streamed_bytes", offsetof(Tunables, streamed_bytes)},
+    {"streamed_all_gather_bytes", offsetof(Tunables, streamed_all_gather)},
+    {"streamed_all_to_all_bytes", offsetof(Tunables, streamed_all_to_all)},
+    {"streamed_rooted_bytes", offsetof(Tunables, streamed_rooted)},
     {"thread_copy_bytes", offsetof(Tunables, thread_copy_bytes)},
     {"threads_apart", offsetof(Tunables, threads_apart)},
     {"slow_outbox_ns", offsetof(Tunables, slow_outbox_ns)},
-    {"single_copy_bytes", offsetof(Tunables, read_moves.from)},
-    {"single_copy_below_bytes", offsetof(Tunables, read_moves.below)},
-    {"single_copy_rooted_bytes", offsetof(Tunables, read_rooted_moves.from)},
-    {"single_copy_rooted_below_bytes", offsetof(Tunables, read_rooted_moves.below)},
-    {"single_copy_reduce_bytes", offsetof(Tunables, read_reductions.from)},
-    {"single_copy_reduce_below_bytes", offsetof(Tunables, read_reductions.below)},
+    {"single_copy_all_gather_bytes", offsetof(Tunables, read_all_gather.from)},
+    {"single_copy_all_gather_below_bytes", offsetof(Tunables, read_all_gather.below)},
+    {"single_copy_all_to_all_bytes", offsetof(Tunables, read_all_to_all.from)},
+    {"single_copy_all_to_all_below_bytes", offsetof(Tunables, read_all_to_all.below)},
+    {"single_copy_rooted_bytes", offsetof(Tunables, read_rooted.from)},
+    {"single_copy_rooted_below_bytes", offsetof(Tunables, read_rooted.below)},
+    {"single_copy_all_reduce_bytes", offsetof(Tunables, read_all_reduce.from)},
+    {"single_copy_all_reduce_below_bytes", offsetof(Tunables, read_all_reduce.below)},
+    {"single_copy_reduce_scatter_bytes", offsetof(Tunables, read_reduce_scatter.from)},
+    {"single_copy_reduce_scatter_below_bytes", offsetof(Tunables, read_reduce_scatter.below)},
     {"single_copy_message_bytes", offsetof(Tunables, read_messages.from)},
     {"single_copy_message_below_bytes", offsetof(Tunables, read_messages.below)},
 };

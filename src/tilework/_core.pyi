@@ -48,11 +48,11 @@ def create_segment(
     All ranks use its `tunables`, which are the defaults but for those given."""
 
 def calibrate(
-    cpus: Sequence[int], insists: bool = False
+    cpus: Sequence[int], ranks: int = 2, huge: bool = False, insists: bool = False
 ) -> tuple[dict[str, int], list[tuple[str, int, str, float]]]:
-    """(the tunables that are best on this host, [(operation, bytes of each rank, way, seconds)]).
-    Measured for some 0.3 s on the first two of `cpus`. RuntimeError where other programs still keep
-    taking those for 0.1 s, unless `insists`."""
+    """(the tunables that are best on this host, [(operation, bytes of a message, way, seconds)]).
+    Measured for some 0.3 s with an even number of ranks on the first of `cpus`; `huge`: long tensors have huge
+    pages. RuntimeError where other programs still keep taking those for 0.1 s, unless `insists`."""
 
 def crc32(address: int, nbytes: int, crc: int = 0) -> int:
     """The checksum of memory, as zlib.crc32 computes it; ``crc`` is that of what is before it."""

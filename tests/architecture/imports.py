@@ -22,6 +22,7 @@ LAYERS = (
     "cores",
     "forks",
     "framed",
+    "huge_pages",
     "memory_files",
     "optional_core",
     "wait_graph",

@@ -79,10 +79,8 @@ class TestShmBetweenThreads(BroadcastSuite, AllReduceSuite, MessageSuite, SubGro
 
 #: The least messages are read from peers' memory: here by the kernel, above where large, directly.
 READING = {
-    "single_copy_bytes": 1,
-    "single_copy_rooted_bytes": 1,
-    "single_copy_reduce_bytes": 1,
-    "single_copy_message_bytes": 1,
+    **{f"single_copy_{name}_bytes": 1 for name in ("all_gather", "all_to_all", "rooted")},
+    **{f"single_copy_{name}_bytes": 1 for name in ("all_reduce", "reduce_scatter", "message")},
     "threads_apart": 1,
 }
 

@@ -18,14 +18,14 @@ from typing import Any, Final, Literal
 import torch
 
 import tilework.distributed as dist
+from tilework import huge_pages
 from tilework.comm.backends.internal import core_error, is_backend_available, torch_has
 from tilework.comm.backends.machine import (
     SINGLE_COPY_VARIABLE,
-    below,
     cache_sizes,
     host_calibration,
     host_facts,
-    plan_for,
+    read_ranges,
 )
 from tilework.cores import cpu_quota, host_topology, usable_cores
 from tilework.launch.binding import bound_sets
@@ -123,7 +123,8 @@ def data_movement() -> list[ReportLine]:
     """Lines of the report on the ways in which processes here exchange large tensors."""
     if core_error() is not None:
         return [ReportLine("calibration", "needs the shared-memory core", "no")]
-    return [_single_copy(), _calibration(), _topology()]
+    topology = ReportLine("topology", str(host_topology()))
+    return [_single_copy(), _calibration(), _huge_pages(), topology]
 
 
 def _single_copy() -> ReportLine:
@@ -141,11 +142,7 @@ def _single_copy() -> ReportLine:
         if "Operation not permitted" in can:
             note += " (The kernel's Yama, a container's seccomp, or another user forbids it.)"
         return ReportLine(name, can, "no", note)
-    used = [
-        f"{what} {_range(first, end)}"
-        for what, (first, end) in zip(_READ, ranges, strict=True)
-        if first < end
-    ]
+    used = [f"{what} {_range(*ends)}" for what, ends in ranges.items() if ends[0] < ends[1]]
     if used:
         return ReportLine(name, f"used: {', '.join(used)}", note=can)
     return ReportLine(name, f"not used: {_why_not_read()}", "no", can)
@@ -158,22 +155,12 @@ def _why_not_read() -> str:
     return "two copies were measured to be faster here" if measured else "nothing is measured yet"
 
 
-#: Operations that read peers' memory, and the tunable for the size from which they do.
-_READ: Final = {
-    "moves": "single_copy_bytes",
-    "moves from or to one rank": "single_copy_rooted_bytes",
-    "sums": "single_copy_reduce_bytes",
-    "messages": "single_copy_message_bytes",
-}
-
-
-def _how_it_reads(rank: int) -> tuple[str, list[tuple[int, int]]]:
+def _how_it_reads(rank: int) -> tuple[str, dict[str, tuple[int, int]]]:
     """On each of two ranks: if it reads the other's memory, and from and to which sizes."""
     core = _core_group()
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
-    sizes = core.tunables()
-    return core.single_copy(), [(sizes[name], sizes[below(name)]) for name in _READ.values()]
+    return core.single_copy(), read_ranges(core.tunables())
 
 
 def _core_group() -> Any:
@@ -184,13 +171,19 @@ def _core_group() -> Any:
 def _calibration() -> ReportLine:
     known = host_calibration()
     caches = ", ".join(f"{level} {size}" for level, size in cache_sizes().items())
-    return ReportLine("calibration", known.origin, note=f"caches of data: {caches or 'unknown'}")
+    note = f"{known.sureness or 'nothing is known'}; caches of data: {caches or 'unknown'}"
+    return ReportLine("calibration", known.origin, note=note)
 
 
-def _topology() -> ReportLine:
-    topology = host_topology()
-    plan = plan_for(topology, topology.cpus)
-    return ReportLine("topology", str(topology), note=f"By the model, a rank on each CPU: {plan}.")
+def _huge_pages() -> ReportLine:
+    """The line of the report on huge pages of tensors, and of memory that ranks share."""
+    policy, shared = huge_pages.offered(), huge_pages.offered("shmem_enabled")
+    note = f"The kernel's policies: {policy or 'none'}; for memory that ranks share, {shared}."
+    if huge_pages.in_tensors():
+        return ReportLine("huge pages", "in large tensors", note=note)
+    can = policy == "madvise"
+    how = "tilework run --huge-pages" if can else "the kernel gives none to tensors"
+    return ReportLine("huge pages", f"not used: {how}", "no", note)
 
 
 def calibrate() -> int:
@@ -214,7 +207,7 @@ def calibrate() -> int:
     _print_table("chosen", ("tunable", "value"), chosen)
     for name, value in host_facts().items():
         print(f"{name}: {value}")
-    print(known.origin)
+    print(f"{known.origin}; {known.sureness}")
     return 0
 
 

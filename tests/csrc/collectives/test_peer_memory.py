@@ -12,15 +12,8 @@ from tests.tables import each
 pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
 
 #: All but the smallest messages are read.
-READING = dict.fromkeys(
-    (
-        "single_copy_bytes",
-        "single_copy_rooted_bytes",
-        "single_copy_reduce_bytes",
-        "single_copy_message_bytes",
-    ),
-    1000,
-)
+OPERATIONS = ("all_gather", "all_to_all", "rooted", "all_reduce", "reduce_scatter", "message")
+READING = {f"single_copy_{name}_bytes": 1000 for name in OPERATIONS}
 READ = (
     *("send", "broadcast", "all_reduce", "all_gather", "gather"),
     *("scatter", "all_to_all", "reduce_scatter"),

@@ -93,9 +93,7 @@ def test_messages_are_read_from_their_senders(count: int) -> None:
         right = torch.equal(got, torch.stack([own(2 + other, count), own(4 + other, count)]))
         return rank.group.statistics()["read_bytes"], right
 
-    for read, right in run_threads(
-        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_message_bytes": 1000}
-    ):
+    for read, right in run_threads(2, program, SLOT_BYTES, {"single_copy_message_bytes": 1000}):
         assert right
         assert read >= 4 * count
 
@@ -109,9 +107,7 @@ def test_a_send_that_is_given_up_brings_nothing() -> None:
         time.sleep(0.2)
         return str(fault_of(rank.irecv(0, tensor, timeout=0.3)))
 
-    results = run_threads(
-        2, program, SLOT_BYTES, {"single_copy_bytes": 1000, "single_copy_message_bytes": 1000}
-    )
+    results = run_threads(2, program, SLOT_BYTES, {"single_copy_message_bytes": 1000})
     assert ["timeout" in result for result in results] == [True, True]
 
 
@@ -158,7 +154,7 @@ def test_uneven_parts_inside_and_outside_the_range() -> None:
             assert torch.equal(total, torch.stack(terms).amax(0))
         assert rank.group.single_copy().startswith("possible")
 
-    names = ("single_copy", "single_copy_reduce")
+    names = ("single_copy_all_gather", "single_copy_reduce_scatter")
     tunables = {f"{name}_bytes": 4000 for name in names}
     tunables |= {f"{name}_below_bytes": 20_000 for name in names}
     run_threads(len(counts), program, SLOT_BYTES, tunables | APART)

@@ -4,9 +4,8 @@ from tilework.comm.backends.hybrid.hosts import host_identity
 from tilework.comm.backends.network_interfaces import reachable_address
 from tilework.comm.backends.shm.calibration import (
     SINGLE_COPY_VARIABLE,
-    below,
     cache_sizes,
     host_calibration,
     host_facts,
-    plan_for,
+    read_ranges,
 )

@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tilework.comm.backends.shm.calibration import (
-    TuningPlan,
-    flat_round_ns,
-    plan_for,
-    two_level_round_ns,
-)
+from tilework.comm.backends.shm.calibration import chunks_for
 from tilework.cores import Topology, host_topology, read_topology
 
 MIB = 1 << 20
@@ -46,40 +39,25 @@ def pretend(
     return read_topology(root, range(all_cores * threads))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "cores", "rounds", "long_all_reduce"),
-    [
-        (1, 2, "flat", "flat"),
-        (1, 64, "flat", "flat"),
-        (2, 2, "flat", "by node"),
-        (2, 32, "flat", "by node"),
-        (4, 16, "by node", "by node"),
-        (4, 64, "by node", "by node"),
-        (8, 32, "by node", "by node"),
-    ],
-)
-def test_machines_with_a_rank_on_each_core(
-    tmp_path: Path, nodes: int, cores: int, rounds: str, long_all_reduce: str
-) -> None:
-    topology = pretend(tmp_path, nodes, cores)
-    assert (len(topology.nodes), len(topology.cores)) == (nodes, nodes * cores)
-    plan = plan_for(topology, nodes * cores)
-    assert plan == TuningPlan(nodes, cores, rounds, long_all_reduce, 1, MIB // 2)  # type: ignore[arg-type]
+def chunk(topology: Topology, ranks: int) -> int:
+    sizes = chunks_for(topology, ranks, {"chunk_bytes": 8 * MIB, "reduce_chunk_bytes": MIB // 8})
+    assert sizes["reduce_chunk_bytes"] <= MIB // 8
+    return sizes["chunk_bytes"]
 
 
-def test_few_ranks_on_a_large_machine(tmp_path: Path) -> None:
-    topology = pretend(tmp_path, 4, 64)
-    assert plan_for(topology, 2) == TuningPlan(2, 1, "flat", "flat", 1, MIB // 2)
-    assert plan_for(topology, 1) == TuningPlan(1, 1, "flat", "flat", 1, MIB // 2)
+def test_a_rank_on_each_core(tmp_path: Path) -> None:
+    topology = pretend(tmp_path, 4, 16)
+    assert (len(topology.nodes), len(topology.cores)) == (4, 64)
+    assert [chunk(topology, ranks) for ranks in (1, 2, 64)] == [MIB // 2] * 3
 
 
 def test_threads_of_a_core_share_its_cache(tmp_path: Path) -> None:
     topology = pretend(tmp_path, 1, 4, threads=2)
     assert topology.cores == tuple(frozenset({core, core + 4}) for core in range(4))
     assert str(topology) == "4 cores of 2 threads on 1 memory node"
-    assert plan_for(topology, 4).chunk_bytes == MIB // 2
-    assert plan_for(topology, 8).chunk_bytes == MIB // 4
-    assert plan_for(topology, 16).chunk_bytes == MIB // 2  # they take turns
+    assert chunk(topology, 4) == MIB // 2
+    assert chunk(topology, 8) == MIB // 4
+    assert chunk(topology, 16) == MIB // 2  # they take turns
 
 
 def test_cpus_that_are_offline_do_not_count(tmp_path: Path) -> None:
@@ -92,7 +70,6 @@ def test_cpus_that_this_process_may_not_use_do_not_count(tmp_path: Path) -> None
     pretend(tmp_path, 2, 4)
     topology = read_topology(tmp_path, [5, 6])
     assert topology.nodes == (frozenset({5, 6}),)
-    assert plan_for(topology, 2).long_all_reduce == "flat"
 
 
 def test_memory_without_cpus_is_no_node(tmp_path: Path) -> None:
@@ -104,7 +81,7 @@ def test_memory_without_cpus_is_no_node(tmp_path: Path) -> None:
 def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
     topology = read_topology(tmp_path, range(8))
     assert topology == Topology((frozenset(range(8)),), tuple(frozenset({c}) for c in range(8)))
-    assert plan_for(topology, 8) == TuningPlan(1, 8, "flat", "flat", 1, 0)
+    assert chunk(topology, 8) == 8 * MIB
 
 
 @pytest.mark.parametrize("garbage", ["x", "3-", "-", "0-99999999999", "\0", "1,,2"])
@@ -124,18 +101,4 @@ def test_this_machine() -> None:
     topology = host_topology()
     assert topology is host_topology()
     assert topology.cpus >= len(topology.cores) >= 1
-    assert plan_for(topology, 2).nodes >= 1
-
-
-@given(nodes=st.integers(1, 16), each=st.integers(1, 128), ranks=st.integers(1, 1024))
-def test_plans_cover_all_ranks(nodes: int, each: int, ranks: int) -> None:
-    cpus = [frozenset(range(n * each, (n + 1) * each)) for n in range(nodes)]
-    topology = Topology(tuple(cpus), tuple(frozenset({c}) for c in range(nodes * each)), MIB)
-    plan = plan_for(topology, ranks)
-    assert plan.nodes * plan.ranks_per_node >= ranks
-    assert plan.nodes == 1 or plan.ranks_per_node * (plan.nodes - 1) < ranks + plan.nodes
-    assert (plan.rounds, plan.long_all_reduce) == ("flat", "flat") or plan.nodes > 1
-    if plan.rounds == "by node":
-        assert two_level_round_ns(plan.nodes, plan.ranks_per_node) < flat_round_ns(
-            plan.nodes, plan.ranks_per_node
-        )
+    assert chunk(topology, 2) >= 64 * 1024

@@ -1,9 +1,10 @@
 """The host's calibration: the sizes at which the core changes algorithms.
 
-The core measures the sizes (csrc/collectives/calibration.cpp), once per host. They are kept in the
-user's cache folder, keyed by everything they depend on. Files are not trusted: an unreadable file,
-or a file for other facts, causes a new measurement. A file appears as a whole or not at all. If no
-file can be written, each process that makes groups measures again.
+The core measures a round of sizes (csrc/collectives/calibration.cpp) for each number of ranks and
+kind of pages. Rounds are kept in the user's cache folder, keyed by everything they depend on. What
+two rounds of different times agree on is sure; until then later processes measure further rounds.
+Files are not trusted: an unreadable file, or a file for other facts, causes a new measurement. A
+file appears as a whole or not at all. If no file can be written, each process measures again.
 """
 
 from __future__ import annotations
@@ -17,106 +18,15 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from tilework import huge_pages
 from tilework.cores import Topology, affinity, host_topology, usable_cores
 from tilework.optional_core import core as _core
-
-# The model and its figures are in docs/algorithms/topology.md.
-
-#: Nanoseconds to get a cache line from another core, within and between memory nodes.
-NEAR_NS, FAR_NS = 60.0, 200.0
-#: Nanoseconds that each reader of a line adds for the next, and the lines that a core awaits at
-#: once.
-READER_NS, AT_ONCE = 20.0, 8
-#: Two levels must take at most this share of the flat way's time: the model is too coarse for
-#: smaller gains.
-_CLEARLY: Final = 0.75
-
-
-@dataclass(frozen=True)
-class TuningPlan:
-    """The best sizes and algorithms for a group, by the model.
-
-    Args:
-        nodes: Memory nodes with ranks, if ranks are spread evenly.
-        ranks_per_node: Ranks on the fullest node.
-        rounds: How ranks learn that all have come. ``"flat"``: each rank looks at all. ``"by
-            node"``: one rank of each node looks at that node's ranks, then at the other nodes'
-            first ranks.
-        long_all_reduce: ``"flat"``: each rank reduces a part of every rank's data. ``"by node"``:
-            within the nodes first, so that every byte crosses between two nodes once.
-        cache_sharers: Ranks that use the same second-level cache at the same time.
-        chunk_bytes: The most of an outbox that a round should use; 0: no bound is known.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    rounds: Literal["flat", "by node"]
-    long_all_reduce: Literal["flat", "by node"]
-    cache_sharers: int
-    chunk_bytes: int
-
-    def __str__(self) -> str:
-        return f"rounds {self.rounds}, long reductions {self.long_all_reduce}"
-
-
-def plan_for(topology: Topology, ranks: int) -> TuningPlan:
-    """The plan for a group.
-
-    Args:
-        topology: The host.
-        ranks: The number of ranks of the group.
-
-    Example:
-        >>> one_node = Topology((frozenset({0, 1}),), (frozenset({0}), frozenset({1})))
-        >>> plan_for(one_node, 2).rounds
-        'flat'
-    """
-    nodes = max(1, min(len(topology.nodes), ranks))
-    per_node = -(-ranks // nodes)
-    per_core = -(-ranks // max(1, len(topology.cores)))
-    by_node = nodes > 1 and two_level_round_ns(nodes, per_node) < _CLEARLY * flat_round_ns(
-        nodes, per_node
-    )
-    # Flat, all but a node's share of each reduction crosses; by node, only one rank's amount. A
-    # single rank per node has nothing to save.
-    crosses_less = nodes > 1 and per_node > 1
-    crowded = ranks > topology.cpus
-    # Two threads of a core share a cache. Ranks that take turns on a core share it, too, but each
-    # rank finds there what it wrote in its own turn.
-    shared = 1 if crowded else per_core
-    return TuningPlan(
-        nodes,
-        per_node,
-        "by node" if by_node else "flat",
-        "by node" if crosses_less else "flat",
-        shared,
-        _align_down(topology.second_level_bytes // 2 // shared),
-    )
-
-
-def flat_round_ns(nodes: int, ranks_per_node: int) -> float:
-    """The model's time of a round in which every rank looks at all others."""
-    near, far = ranks_per_node - 1, (nodes - 1) * ranks_per_node
-    last = FAR_NS if far else NEAR_NS
-    return (near * NEAR_NS + far * FAR_NS) / AT_ONCE + last
-
-
-def two_level_round_ns(nodes: int, ranks_per_node: int) -> float:
-    """The model's time of a round through the first rank of each node."""
-    gather = (ranks_per_node - 1) * NEAR_NS / AT_ONCE + NEAR_NS
-    between = (nodes - 1) * FAR_NS / AT_ONCE + FAR_NS
-    release = NEAR_NS + ranks_per_node * READER_NS
-    return gather + between + release
-
-
-def _align_down(nbytes: int) -> int:
-    return nbytes // 4096 * 4096
-
 
 #: "0" or "off": measure and read nothing; use the core's defaults.
 CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
@@ -124,19 +34,30 @@ CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
 #: measurements show it to be faster.
 SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
 _OFF, _ON = ("0", "off"), ("1", "on")
-_MOVES: Final = ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_message_bytes")
-_BETWEEN_PROCESSES: Final = (*_MOVES, "single_copy_reduce_bytes")
 _CHUNKS: Final = ("chunk_bytes", "reduce_chunk_bytes")
 _LEAST_CHUNK_BYTES: Final = 64 * 1024
-#: The factor by which messages must be longer before ranks that share cores read them directly:
-#: that takes one more round, in which each rank has to get a core.
-_CROWDED_FACTOR: Final = 4
+#: The tunables of ranges of sizes in which peers' memory is read.
+_SINGLE_COPY: Final = "single_copy_"
+_BELOW: Final = "_below_bytes"
 #: The smallest messages that are read from peers if the user wants that.
 _WANTED_FROM_BYTES: Final = 64 * 1024
+#: More ranks are taken to be like so many.
+_MOST_RANKS: Final = 8
+#: Seconds between two rounds: what disturbs for a while should not disturb both.
+_LATER: Final = 600.0
 _MOST_FILE_BYTES: Final = 1 << 16
 
-#: (operation, bytes of each rank, way, seconds).
+#: (operation, bytes of a message, way, seconds).
 Measurement = tuple[str, int, str, float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The tunables that one measurement chose, the times that they follow from, and when."""
+
+    at: float
+    tunables: Mapping[str, int]
+    measurements: tuple[Measurement, ...]
 
 
 @dataclass(frozen=True)
@@ -146,13 +67,15 @@ class Calibration:
 
     Args:
         tunables: Sizes in bytes, by name; see csrc/transport/tunables.h.
-        measurements: The times that the tunables follow from; empty if nothing was measured.
+        measurements: The times of the last round; empty if nothing was measured.
         origin: The origin of the values, for people.
+        sureness: How many rounds agree on them, for people.
     """
 
     tunables: Mapping[str, int]
     measurements: tuple[Measurement, ...]
     origin: str
+    sureness: str = ""
 
 
 def group_tunables(
@@ -165,43 +88,37 @@ def group_tunables(
     those of this process).
     """
     cpus = affinity() if cpus is None else cpus
-    known = host_calibration(cpus=cpus, before_measuring=before_measuring)
-    tunables = chunks_for(plan_for(host_topology(cpus), ranks), known)
+    known = host_calibration(ranks, cpus=cpus, before_measuring=before_measuring)
+    tunables = chunks_for(host_topology(cpus), ranks, known.tunables)
     wanted = os.environ.get(SINGLE_COPY_VARIABLE, "").lower()
-    if wanted in _ON:
-        for name in _BETWEEN_PROCESSES:
-            tunables |= {name: _WANTED_FROM_BYTES, below(name): _core.NEVER_BYTES}
-    elif wanted in _OFF:
-        tunables |= dict.fromkeys((*_BETWEEN_PROCESSES, "thread_copy_bytes"), _core.NEVER_BYTES)
-    elif ranks > usable_cores(cpus=cpus):
-        # The measurement had a core per rank. On shared cores, outboxes stay in the cache.
-        tunables["single_copy_reduce_bytes"] = _core.NEVER_BYTES
-        for name in _MOVES:
-            tunables[name] = min(_core.NEVER_BYTES, _CROWDED_FACTOR * tunables[name])
+    for name in tunables:
+        if wanted in _ON and name.startswith(_SINGLE_COPY):
+            tunables[name] = _core.NEVER_BYTES if name.endswith(_BELOW) else _WANTED_FROM_BYTES
+        elif wanted in _OFF and name.startswith((_SINGLE_COPY, "thread_copy_")):
+            tunables[name] = _core.NEVER_BYTES
     return tunables
 
 
-def below(name: str) -> str:
-    """The name of the tunable for the upper end of a range of sizes; ``name`` is the tunable for
-    the lower end.
-    """
-    return name.removesuffix("_bytes") + "_below_bytes"
+def read_ranges(tunables: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """The sizes of messages that are read from peers, by operation: from one on, below another."""
+    return {
+        name.removeprefix(_SINGLE_COPY).removesuffix(_BELOW): (
+            tunables[name.replace(_BELOW, "_bytes")],
+            end,
+        )
+        for name, end in tunables.items()
+        if name.startswith(_SINGLE_COPY) and name.endswith(_BELOW)
+    }
 
 
-def chunks_for(plan: TuningPlan, known: Calibration) -> dict[str, int]:
-    """The tunables of ``known``, with sizes of chunks made smaller where, by the plan, ranks share
-    a cache.
-
-    Measurements are made with a cache for each rank; without measurements, chunks have at most
-    ``plan.chunk_bytes``, too.
-    """
-    tunables = dict(known.tunables)
-    for name in _CHUNKS:
-        size = tunables[name] // plan.cache_sharers
-        if not known.measurements and plan.chunk_bytes:
-            size = min(size, plan.chunk_bytes)
-        tunables[name] = min(tunables[name], max(size, _LEAST_CHUNK_BYTES))
-    return tunables
+def chunks_for(topology: Topology, ranks: int, tunables: Mapping[str, int]) -> dict[str, int]:
+    """``tunables``, with chunks of at most a rank's share of half a second-level cache."""
+    # Two threads of a core share a cache. Ranks that take turns on a core share it, too, but each
+    # rank finds there what it wrote in its own turn.
+    sharers = 1 if ranks > topology.cpus else -(-ranks // max(1, len(topology.cores)))
+    most = topology.second_level_bytes // 2 // sharers // 4096 * 4096
+    chunks = {name: min(tunables[name] // sharers, most or tunables[name]) for name in _CHUNKS}
+    return {**tunables, **{name: max(size, _LEAST_CHUNK_BYTES) for name, size in chunks.items()}}
 
 
 _lock = threading.Lock()
@@ -209,22 +126,28 @@ _known: dict[str, Calibration] = {}
 
 
 def host_calibration(
+    ranks: int = 2,
     *,
     cpus: frozenset[int] | None = None,
     remake: bool = False,
     before_measuring: Callable[[], object] | None = None,
 ) -> Calibration:
-    """This host's calibration for some CPUs (None: those of this process): from this process's
-    memory, from a file in the cache folder, or measured now (with ``remake`` in any case).
+    """This host's calibration for groups of ``ranks`` ranks on some CPUs (None: those of this
+    process): from this process's memory, from a file in the cache folder, or measured now: with
+    ``remake`` in any case, and a further round with ``before_measuring``, if it is time.
     """
     if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
         return _defaults("turned off, by TILEWORK_CALIBRATION=0")
     cpus = affinity() if cpus is None else cpus
-    facts = host_facts(cpus)
+    facts = host_facts(cpus, ranks)
     path = cache_folder() / f"calibration-{_digest(facts)}.json"
 
     def kept() -> Calibration | None:
-        return None if remake else _known.get(str(path)) or load(path, facts)
+        if remake or str(path) in _known:
+            return None if remake else _known[str(path)]
+        rounds = load(path, facts)
+        due = not rounds or (before_measuring is not None and _is_due(rounds))
+        return None if due else _summary(rounds, f"kept in {path}")
 
     if before_measuring and usable_cores(cpus=cpus) > 1 and kept() is None:
         before_measuring()  # not under the lock: may wait for ranks that need the lock
@@ -236,23 +159,59 @@ def host_calibration(
         return known
 
 
+def _is_due(rounds: Sequence[Round]) -> bool:
+    sure = len(rounds) > 1 and not _differing(*rounds)
+    return not sure and abs(time.time() - rounds[-1].at) > _LATER
+
+
+def _differing(first: Round, second: Round) -> list[str]:
+    """The tunables of which two rounds found sizes that differ by more than a factor of two."""
+    pairs = {name: (first.tunables[name], size) for name, size in second.tunables.items()}
+    return [name for name, pair in pairs.items() if max(pair) > 2 * min(pair)]
+
+
+def _summary(rounds: Sequence[Round], origin: str) -> Calibration:
+    """The calibration that follows from the last rounds: what is beyond doubt."""
+    last = rounds[-1]
+    if len(rounds) == 1:
+        return Calibration(last.tunables, last.measurements, origin, "one round, not confirmed yet")
+    differing = _differing(*rounds)
+    tunables = dict(last.tunables)
+    for name in differing:
+        sizes = rounds[0].tunables[name], last.tunables[name]
+        if name.startswith(_SINGLE_COPY):  # where both rounds read
+            tunables[name] = min(sizes) if name.endswith(_BELOW) else max(sizes)
+        else:
+            tunables[name] = _core.DEFAULT_TUNABLES[name]
+    apart = f"two rounds differ in {', '.join(differing)}: only what both found is used"
+    return Calibration(
+        tunables, last.measurements, origin, apart if differing else "two rounds agree"
+    )
+
+
 def _measured(
-    path: Path, facts: Mapping[str, object], cpus: frozenset[int], *, patient: bool
+    path: Path, facts: Mapping[str, Any], cpus: frozenset[int], *, patient: bool
 ) -> Calibration:
-    """Measure, and keep the result in file ``path``. Return default values if measuring fails or,
-    with ``patient``, if the host is busy.
+    """Measure a round, or without ``patient`` two, and keep the last two in file ``path``. If that
+    fails, or with ``patient`` if the host is busy: what is known, or default values.
     """
-    if usable_cores(cpus=cpus) < 2:
+    cores = usable_cores(cpus=cpus)
+    if cores < 2:
         return _defaults("not measured: that takes two cores")
+    rounds, why = list(load(path, facts)), "another process was measuring"
     with _alone(path) as alone:
-        if patient and not alone:
-            return _defaults("not measured: another process was measuring")
         try:
-            tunables, measurements = _core.calibrate(sorted(cpus), insists=not patient)
+            for _ in range(int(alone) if patient else 2):
+                found = _core.calibrate(
+                    sorted(cpus)[:cores], facts["ranks"], facts["huge_pages"], insists=not patient
+                )
+                rounds.append(Round(time.time(), found[0], tuple(found[1])))
+                why = ""
         except (OSError, RuntimeError) as error:
-            return _defaults(f"not measured: {error}")
-    kept = save(path, facts, tunables, measurements)
-    return Calibration(tunables, tuple(measurements), "measured now, " + kept)
+            why = str(error)
+    if why:
+        return _summary(rounds, f"kept in {path}") if rounds else _defaults(f"not measured: {why}")
+    return _summary(rounds[-2:], "measured now, " + save(path, facts, rounds[-2:]))
 
 
 def _defaults(why: str) -> Calibration:
@@ -291,14 +250,15 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"tilework-{os.getuid()}"
 
 
-def host_facts(cpus: frozenset[int] | None = None) -> dict[str, object]:
-    """The facts that a calibration for some CPUs depends on; None: this process's CPUs."""
+def host_facts(cpus: frozenset[int] | None = None, ranks: int = 2) -> dict[str, Any]:
+    """The facts that a calibration depends on, for some CPUs (None: this process's) and ranks."""
     return {
         "processor": processor_name(),
         "caches": cache_sizes(),
         "cores": usable_cores(cpus=cpus),
+        "ranks": min(_MOST_RANKS, 1 << max(1, (ranks - 1).bit_length())),
         "kernel": platform.release(),
-        "huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "huge_pages": huge_pages.in_tensors(),
         "tilework": _version(),
         "abi": _core.ABI,
     }
@@ -339,21 +299,24 @@ def _digest(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(path: Path, facts: Mapping[str, object]) -> Calibration | None:
-    """The calibration in a file; None if the file is invalid or for other facts."""
+def load(path: Path, facts: Mapping[str, object]) -> list[Round]:
+    """The rounds in a file, at most two; none if the file is invalid or for other facts."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MOST_FILE_BYTES))
-        tunables = _checked_tunables(content["tunables"])
-        measurements = tuple(
-            (str(operation), int(nbytes), str(way), float(seconds))
-            for operation, nbytes, way, seconds in content["measurements"]
-        )
         if content["facts"] != dict(facts):
-            return None
+            return []
+        return [_round(each) for each in content["rounds"]][-2:]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
-        return None
-    return Calibration(tunables, measurements, f"kept in {path}")
+        return []
+
+
+def _round(found: Any) -> Round:
+    measurements = tuple(
+        (str(operation), int(nbytes), str(way), float(seconds))
+        for operation, nbytes, way, seconds in found["measurements"]
+    )
+    return Round(float(found["at"]), _checked_tunables(found["tunables"]), measurements)
 
 
 def _checked_tunables(found: Any) -> dict[str, int]:
@@ -368,16 +331,11 @@ def _checked_tunables(found: Any) -> dict[str, int]:
     return dict(found)
 
 
-def save(
-    path: Path,
-    facts: Mapping[str, object],
-    tunables: Mapping[str, int],
-    measurements: list[Measurement],
-) -> str:
-    """Write a calibration to file ``path``, whole or not at all; return "kept in …", or "not kept:
-    …" with the reason.
+def save(path: Path, facts: Mapping[str, object], rounds: Sequence[Round]) -> str:
+    """Write rounds to file ``path``, whole or not at all; return "kept in …", or "not kept: …"
+    with the reason.
     """
-    content = {"facts": facts, "tunables": tunables, "measurements": measurements}
+    content = {"facts": facts, "rounds": [asdict(each) for each in rounds]}
     new = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
