@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Launch
+from tilework import huge_pages
 from tilework.cores import cpu_quota, threads_per_rank, usable_cores
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.settings import LaunchSettings
@@ -40,6 +41,23 @@ def test_settings_become_variables() -> None:
     settings = LaunchSettings(nprocs=2, backend="gloo", timeout=timedelta(seconds=1.5))
     found = rank_environment(settings, 0, RENDEZVOUS, {})
     assert (found["TILEWORK_BACKEND"], found["TILEWORK_TIMEOUT"]) == ("gloo", "1.5")
+
+
+def test_tensors_ask_for_huge_pages_if_that_is_wanted() -> None:
+    def asked(wanted: bool | None) -> str | None:
+        settings = LaunchSettings(nprocs=1, huge_pages=wanted)
+        return rank_environment(settings, 0, RENDEZVOUS, base).get(huge_pages.VARIABLE)
+
+    base: dict[str, str] = {}
+    assert [asked(wanted) for wanted in (None, True, False)] == [None, "1", "0"]
+    base[huge_pages.VARIABLE] = "1"
+    assert [asked(wanted) for wanted in (None, True, False)] == ["1", "1", "0"]
+
+
+def test_the_kernels_policy_is_read(tmp_path: Path) -> None:
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert huge_pages.offered(folder=tmp_path) == "madvise"
+    assert huge_pages.offered("shmem_enabled", tmp_path) == ""
 
 
 def test_another_launchers_variables_are_dropped() -> None:

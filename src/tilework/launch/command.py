@@ -137,6 +137,7 @@ def _add_run(commands: _Commands) -> None:
     add("--elastic", type=_elastic, metavar="MIN:MAX", help=_ELASTIC_HELP)
     add("--grace", type=_timeout, default=timedelta(seconds=2), metavar="S", help=_GRACE_HELP)
     add("--bind", choices=get_args(BindMode), default="none", help=_BIND_HELP)
+    add("--huge-pages", action=argparse.BooleanOptionalAction, help=_HUGE_PAGES_HELP)
     add(
         *_TORCHRUN_BINDING, dest="bind", type=_torchrun_binding, metavar="B", help=argparse.SUPPRESS
     )
@@ -179,6 +180,7 @@ _BIND_HELP = (
     "CPUs of each rank: cores that no other rank has, all of a memory node (numa), or as cores if "
     "there are enough that no other job has (auto); default: none, any"
 )
+_HUGE_PAGES_HELP = "large tensors ask for huge pages, or not (default: as the environment has it)"
 _START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
 _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
 
@@ -225,6 +227,7 @@ def _settings(
             elastic=options.elastic,
             grace=options.grace,
             bind=options.bind,
+            huge_pages=options.huge_pages,
             nnodes=options.nnodes[0],
             elastic_nodes=options.nnodes[1],
             node_rank=options.node_rank,

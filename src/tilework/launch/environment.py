@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from tilework import huge_pages
 from tilework.comm.launching import (
     MIN_RANKS_VARIABLE,
     REJOIN_VARIABLE,
@@ -95,13 +96,16 @@ def rank_environment(
         own[WATCH_VARIABLE] = "1"
     if settings.elastic is not None:
         own[MIN_RANKS_VARIABLE] = str(settings.elastic[0])
-    return thread_environment(settings.nprocs, inherited) | kept | own
+    return kept | library_environment(settings, inherited) | own
 
 
-def thread_environment(ranks: int, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables that set the number of threads in each of this host's ``ranks`` ranks.
-
-    Empty if ``base`` sets OMP_NUM_THREADS: the user has chosen.
+def library_environment(settings: LaunchSettings, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read when they are loaded: threads, as far as ``base`` does not
+    choose them, and huge pages of tensors.
     """
-    threads = threads_per_rank(ranks, base)
-    return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
+    threads = threads_per_rank(settings.nprocs, base)
+    free = () if threads is None else [name for name in THREAD_VARIABLES if name not in base]
+    chosen = dict.fromkeys(free, str(threads))
+    if settings.huge_pages is not None:
+        chosen[huge_pages.VARIABLE] = str(int(settings.huge_pages))
+    return chosen

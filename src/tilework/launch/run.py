@@ -12,7 +12,7 @@ from tilework.comm.launching import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
 from tilework.launch.binding import bound_sets
 from tilework.launch.elastic_nodes import join_service
-from tilework.launch.environment import thread_environment
+from tilework.launch.environment import library_environment
 from tilework.launch.failure_report import RankFailure
 from tilework.launch.failure_text import failure_text, other_failures_text
 from tilework.launch.flight_records import FlightFolder
@@ -44,8 +44,7 @@ def run(settings: LaunchSettings, program: Program) -> int:
     die_quietly()
     _occupy_standard_descriptors()
     threads = threads_per_rank(settings.nprocs, os.environ)
-    # Before torch is loaded, which decides the number of threads.
-    os.environ.update(thread_environment(settings.nprocs, os.environ))
+    os.environ.update(library_environment(settings, os.environ))  # before torch is loaded
     with contextlib.ExitStack() as stack:
         cpus = stack.enter_context(bound_sets(settings.bind, settings.nprocs))
         nodes = None

@@ -47,6 +47,8 @@ class LaunchSettings:
     grace: timedelta = timedelta(seconds=2)
     """The time that ranks have to end, when the user ends the job, before SIGKILL."""
     bind: BindMode = "none"
+    huge_pages: bool | None = None
+    """Large tensors ask for huge pages, or do not; None: as the environment has it."""
     nnodes: int = 1
     """The number of hosts whose launchers start the job's ranks; ``nprocs`` may differ by host."""
     node_rank: int = 0
