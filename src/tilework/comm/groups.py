@@ -122,15 +122,15 @@ def init_process_group(
     try:
         store.set_timeout(limit)
         if os.environ.get(REJOIN_VARIABLE) and owned and not world.state(_Rejoined).done:
-            world.default_group = rejoin(world, store, rank, limit)
+            world.default_group = rejoin(world, store, rank, limit, pg_options)
             EndedRanks(store).remove(rank)
-            world.state(_Rejoined).done = True
+            world.state(_Rejoined).done = world.has_met = True
             world.default_group.successors = _SUCCESSORS
             return
         plan = _plan_world(world, store, rank, world_size, config, limit, group_name)
         world.default_group = plan.make(config, pg_options, fall_back=choice is None)
         world.default_group.successors = _SUCCESSORS
-        world.seats, world.chooses_backend = plan.ranks, choice is None
+        world.seats, world.chooses_backend, world.has_met = plan.ranks, choice is None, True
     except BaseException:
         world.close()
         raise

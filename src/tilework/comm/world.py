@@ -91,6 +91,8 @@ class GroupRecord:
     #: The name of the backend for CPU tensors, or of the first backend if there is none.
     backend: str
     timeout: timedelta
+    #: The backend's options, for the group that follows this one.
+    options: Any = None
 
 
 class _Slots:
@@ -131,6 +133,8 @@ class World(_Slots):
     seats: tuple[int, ...] = ()
     #: True if nobody chose the default group's backend: over several hosts it may be another.
     chooses_backend: bool = False
+    #: True once there was a default group.
+    has_met: bool = False
     #: Threads of other ranks in this process, as of the meeting of ranks.
     bystanders: WeakSet[threading.Thread] = field(default_factory=WeakSet)
     #: Registered groups that another World made and closes: the groups under torch's groups.

@@ -92,7 +92,7 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
             ticket_store.set(f"answer/{ticket}", json.dumps(offer))
     me = admission.origins.index(group.rank())
     limit = min(PATIENCE, record.timeout) if timeout is None else timeout
-    grown = _make(world, admission, me, ticket_store, (limit, record.timeout))
+    grown = _make(world, admission, me, ticket_store, (limit, record.timeout), record.options)
     if grown is None:
         return group
     grown.successors = group.successors
@@ -102,7 +102,7 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
     return grown
 
 
-def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> ProcessGroup:
+def rejoin(world: World, store: Store, seat: int, timeout: timedelta, options: Any) -> ProcessGroup:
     """Ask to be let into the default group; return the new group that has this process in ``seat``.
 
     Blocks until the members call grow; raises if they do not within ``timeout``
@@ -121,7 +121,8 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
         answers = WatchedStore("answer", ticket_store, _SomebodyLeft(ticket_store))
         admission = _admission(json.loads(answers.get(token, left)))
         me = admission.seats.index(seat)
-        group = _make(world, admission, me, ticket_store, (min(PATIENCE, timeout), timeout))
+        limits = min(PATIENCE, timeout), timeout
+        group = _make(world, admission, me, ticket_store, limits, options)
         if group is not None:
             world.seats, world.chooses_backend = admission.seats, admission.falls_back
             if group.rank() == 0:
@@ -205,6 +206,7 @@ def _make(
     me: int,
     ticket_store: TicketStore,
     limits: tuple[timedelta, timedelta],
+    options: Any,
 ) -> ProcessGroup | None:
     """The new group; None if some rank could not make it. Collective; blocks."""
     patience, timeout = limits
@@ -231,17 +233,24 @@ def _make(
         timeout,
         watch=Watch(check, patience),
     )
-    group, error = None, None
+    group, error, is_elsewhere = None, None, False
     try:
         config = BackendConfig(admission.backend)
-        group = plan.make(config, None, fall_back=admission.falls_back)
+        group = plan.make(config, options, fall_back=admission.falls_back)
     except (DistError, OSError) as reason:
         error = f"{type(reason).__name__}: {reason}"[:500]
+        is_elsewhere = getattr(reason, "elsewhere", False)
     if drive(confirm(participant, decision, error)) and group is not None:
         group.origins = admission.origins
         return group
     if group is not None:
         world.forget(group)
+    if is_elsewhere and admission.origins[me] is None:
+        raise DistBackendError(
+            f"rank {admission.seats[me]} cannot be let in: the group's backend is "
+            f"{admission.backend}, for ranks of one host, and this host is another. Start the job "
+            f"with --backend hybrid, or without --backend (and init_process_group() likewise)"
+        )
     return None
 
 

@@ -268,7 +268,7 @@ class _Shrinking:
             old.group_desc,
             Watch(check, self._patience),
         )
-        return plan.make(self._record.config, None, fall_back=False)
+        return plan.make(self._record.config, self._record.options, fall_back=False)
 
     def _globals(self, members: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._old.global_ranks[rank] for rank in members)

@@ -84,7 +84,7 @@ class GroupPlan:
         watch = self.watch or Watch(wait.check, self.timeout)
         with answers_within(min(self.timeout, watch.limit)), told_to_all(wait):
             group, config, backend = self._make_on(config, pg_options, fall_back, watch)
-        record = GroupRecord(group, self.store, config, backend, self.timeout)
+        record = GroupRecord(group, self.store, config, backend, self.timeout, pg_options)
         self.world.register(record, self.name, self.ranks, self.desc)
         logger.info("made %r", group)
         return group
