@@ -142,7 +142,7 @@ def place_of(url: str) -> RankPlace:
 
 
 class ServerWait:
-    """Watches the other ranks while this rank waits for rank 0 to serve the store.
+    """Watches the other ranks while this rank waits for the store to be served.
 
     Within :meth:`during` the wait raises PeerLostError if another rank has ended. A wait that lasts
     long is reported on stderr. ``where`` is the address for messages ("": from the environment);
@@ -152,6 +152,10 @@ class ServerWait:
     def __init__(self, place: RankPlace, where: str, one_host: bool) -> None:
         self._rank = place.rank
         self._where = f"at {where}" if where else "of this job"
+        self._who = f"rank 0, which is to serve the store {self._where}"
+        if not where and _uses_launchers_store():
+            url = os.environ["TILEWORK_STORE"]
+            self._who = f"the launcher or `tilework store` to serve the store at {url}"
         self._others = [rank for rank in range(place.world_size) if rank != place.rank]
         self._siblings = Siblings.of(place.rank, place.world_size)
         self._children = MultiprocessingChildren.of_this_process() if one_host else None
@@ -177,10 +181,7 @@ class ServerWait:
                 which = "" if count == len(others) else "one of "
                 raise self._lost(which + ranks_in_words(others), others, reason)
         if self._notice.due(time.monotonic()):
-            self._notice.tell(
-                f"rank {self._rank} waits for rank 0, which is to serve the store {self._where} "
-                f"({reason})"
-            )
+            self._notice.tell(f"rank {self._rank} waits for {self._who} ({reason})")
 
     def _lost(self, which: str, ranks: Collection[int], reason: str) -> PeerLostError:
         return PeerLostError(
@@ -357,13 +358,13 @@ def _not_set(name: str) -> str:
 def _env_store(
     place: RankPlace, settings: Settings | None, timeout: timedelta, secret: bytes | None
 ) -> Store:
-    if os.environ.get("MASTER_ADDR") and not launcher_serves():
+    if _uses_launchers_store():
+        return launcher_store(os.environ["TILEWORK_STORE"], timeout, secret)
+    if os.environ.get("MASTER_ADDR"):
         host, port = os.environ["MASTER_ADDR"], _master_port()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _torchrun_store(host, port, timeout)
         return _tcp_store(host, port, place.rank == 0, timeout, secret)
-    if os.environ.get("TILEWORK_STORE"):
-        return launcher_store(os.environ["TILEWORK_STORE"], timeout, secret)
     if settings is not None and settings.job:
         if settings.single_host:
             return _unix_store(_job_address(settings.job), place.rank == 0, timeout, secret)
@@ -399,6 +400,17 @@ def launcher_serves() -> bool:
     """True if the launcher serves a store, and MASTER_ADDR is only for torch's own groups."""
     master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return bool(os.environ.get("TILEWORK_STORE")) and os.environ.get("TILEWORK_MASTER") == master
+
+
+def _uses_launchers_store() -> bool:
+    """True if env:// means the store of TILEWORK_STORE."""
+    is_set = bool(os.environ.get("TILEWORK_STORE"))
+    return is_set and (not os.environ.get("MASTER_ADDR") or launcher_serves())
+
+
+def outlives_ranks(store: Store) -> bool:
+    """True if ``store`` is that of TILEWORK_STORE, which no rank serves."""
+    return getattr(store.whole, "url", None) == os.environ.get("TILEWORK_STORE", "")
 
 
 def launcher_store(text: str, timeout: timedelta, secret: bytes | None) -> Store:

@@ -5,6 +5,7 @@ from tilework.rendezvous.handlers import (
     launcher_serves,
     launcher_store,
     name_master,
+    outlives_ranks,
     starting,
 )
 from tilework.rendezvous.liveness import (

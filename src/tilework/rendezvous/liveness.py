@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from tilework.errors import DistError
 from tilework.memory_files import MemoryFile
-from tilework.store import PrefixStore, Store, UnixStore
+from tilework.store import Store, UnixStore
 
 #: Where the launcher publishes it, unless in the job's store.
 ENDS_VARIABLE = "TILEWORK_ENDED_RANKS"
@@ -41,9 +41,7 @@ class EndedRanks:
     """
 
     def __init__(self, store: Store) -> None:
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        self._store = store
+        self._store = store.whole
 
     @classmethod
     def at_launcher(cls, rank: int, size: int) -> EndedRanks | None:

@@ -11,7 +11,7 @@ import stat
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from tilework.errors import DistNetworkError
 from tilework.framed import other_user_of, tune_tcp
@@ -26,6 +26,9 @@ SILENCE: Final = (10, 5, 4)
 class Address(ABC):
     """An address at which a store's server listens and to which clients connect; base class."""
 
+    #: The beginning of :attr:`url`.
+    scheme: ClassVar[str]
+
     @abstractmethod
     def listen(self) -> socket.socket:
         """A new socket that listens at this address. Raises DistNetworkError if it cannot."""
@@ -37,6 +40,11 @@ class Address(ABC):
     @abstractmethod
     def bound(self, listener: socket.socket) -> Address:
         """This address with the port of ``listener``, which the system picked if the port was 0."""
+
+    @property
+    def url(self) -> str:
+        """This address as ``TILEWORK_STORE`` has it."""
+        return f"{self.scheme}{self}"
 
     @property
     @abstractmethod
@@ -64,6 +72,7 @@ class TcpAddress(Address):
 
     host: str
     port: int
+    scheme: ClassVar[str] = "tcp://"
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
@@ -81,8 +90,9 @@ class TcpAddress(Address):
     def hint(self) -> str:
         """Advice for when nobody answers here."""
         return (
-            "Check that rank 0 is running and listens there, that the host name means the same "
-            "machine everywhere (not 127.0.1.1 on rank 0), and that no firewall is between."
+            "Check that whoever serves it (rank 0, the launcher of node 0, `tilework store`) runs "
+            "and listens there, that the host name means the same machine everywhere (not "
+            "127.0.1.1 on rank 0), and that no firewall is between."
         )
 
     @property
@@ -161,6 +171,7 @@ class UnixAddress(Address):
     """A Unix socket: ``@name`` in Linux's abstract namespace, a path otherwise."""
 
     name: str
+    scheme: ClassVar[str] = "unix:"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name in ("", "@") or "\0" in self.name:

@@ -43,6 +43,16 @@ class RemoteStore(RequestStore):
             raise
 
     @property
+    def why_gone(self) -> str:
+        """The reason if the server has closed the connections, or its process has ended."""
+        return self._pool.why_gone()
+
+    @property
+    def url(self) -> str:
+        """The server's address, as ``TILEWORK_STORE`` has it."""
+        return self._pool.where.url
+
+    @property
     def is_of_one_host(self) -> bool:
         """True if the server's address is one that only this host can reach."""
         return self._is_of_one_host

@@ -185,6 +185,16 @@ class Store(ABC):
         return ""
 
     @property
+    def whole(self) -> Store:
+        """The store that this is a view of; this store itself if it is no view."""
+        return self
+
+    @property
+    def why_gone(self) -> str:
+        """The reason if the server is known to be gone, else ""; does not ask the server."""
+        return ""
+
+    @property
     def is_of_one_host(self) -> bool:
         """True if only processes of this host can reach it; False if that is not known."""
         return False

@@ -113,6 +113,16 @@ class Channel:
         _check_welcome(answer, secret is not None, expected)
         self._inbox.greeted()
 
+    def has_ended(self) -> bool:
+        """True if the server has closed this connection; does not wait."""
+        try:
+            self._sock.setblocking(False)
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
     def interrupt(self) -> None:
         """Make :meth:`ask` raise in the thread that waits there; called from another thread."""
         with contextlib.suppress(OSError):  # It may be gone already.
@@ -238,6 +248,12 @@ class Pool:
             time.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def why_gone(self) -> str:
+        """The reason if the server has ended a connection that nobody uses, else ""."""
+        with self._lock:
+            is_gone = any(each.has_ended() for each in (*self._held, *self._idle))
+        return str(self._explain(_HungUpError(), 0.0)) if is_gone else ""
+
     def close(self) -> None:
         """Close every connection; threads that wait on one raise. Idempotent."""
         with self._lock:
@@ -331,8 +347,8 @@ class Pool:
         if isinstance(error, DistNetworkError):
             return DistNetworkError(f"{server} {error}")
         return DistNetworkError(
-            f"{server} is gone: {_reason(error)}. Its process (the launcher, or rank 0) has ended "
-            "or closed the store; look at its output first."
+            f"{server} is gone: {_reason(error)}. Its process (`tilework store`, the launcher, or "
+            "rank 0) has ended or closed the store; look at its output first."
         )
 
     def _unreachable(self, error: Exception, wait_seconds: float) -> DistNetworkError:

@@ -117,6 +117,16 @@ class PrefixStore(Store):
         return self._store.arrival_name
 
     @property
+    def whole(self) -> Store:
+        """The store that this is a view of, below all views."""
+        return self._store.whole
+
+    @property
+    def why_gone(self) -> str:
+        """That of the store."""
+        return self._store.why_gone
+
+    @property
     def is_of_one_host(self) -> bool:
         """True if only processes of this host can reach the underlying store."""
         return self._store.is_of_one_host

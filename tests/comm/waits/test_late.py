@@ -10,6 +10,7 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backend import core_error
+from tilework.store import StoreServer, TCPStore
 from tilework.store.late_notice import LATE_VARIABLE
 from tilework.testing import run_ranks
 
@@ -112,3 +113,28 @@ def test_a_wait_that_is_not_long_says_nothing(capfd: pytest.CaptureFixture[str])
 
     run_ranks(2, program)
     assert "waits for" not in capfd.readouterr().err
+
+
+def test_a_store_that_is_gone_is_named_while_ranks_wait(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    told: list[str] = []
+    with StoreServer.listen_tcp("127.0.0.1", 0) as server:
+        server.start()
+
+        def program(rank: int) -> None:
+            store = TCPStore("127.0.0.1", server.port)
+            dist.init_process_group("threads", store=store, rank=rank, world_size=2)
+            dist.barrier()
+            if rank == 0:
+                server.close()
+                deadline = time.monotonic() + 60
+                while "is gone" not in "".join(told) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    told.append(capfd.readouterr().err)
+            dist.barrier()
+
+        run_ranks(2, program, init=False)
+    lines = [line for line in "".join(told).splitlines() if "is gone" in line]
+    assert len(lines) == 1
+    assert f"the store server at 127.0.0.1:{server.port} is gone" in lines[0]

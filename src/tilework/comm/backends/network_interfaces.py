@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from tilework.store import PrefixStore, Store
+from tilework.store import Store
 
 
 def reachable_address(store: Store) -> str:
@@ -19,9 +19,7 @@ def address_towards(store: Store) -> str | None:
     The address is found from the route to the store's host, if the store is served over TCP.
     Nothing is sent.
     """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    store = getattr(store, "torch_store", store)
+    store = getattr(store.whole, "torch_store", store.whole)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if not isinstance(host, str) or not isinstance(port, int):
         return None

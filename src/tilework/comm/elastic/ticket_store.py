@@ -45,9 +45,7 @@ class TicketStore(PrefixStore):
     """Tickets, answers to tickets, and events, in the job's store."""
 
     def __init__(self, store: Store) -> None:
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        super().__init__("tilework/tickets", store)
+        super().__init__("tilework/tickets", store.whole)
 
     def leave_ticket(self, ticket: Ticket) -> None:
         """Ask the members to let a newcomer in: add the newcomer's ticket to the list."""

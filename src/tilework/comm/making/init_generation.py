@@ -23,9 +23,7 @@ class InitGeneration:
     @staticmethod
     def has_come(store: Store, rank: int) -> bool:
         """True if a process has come to ``store`` as ``rank`` to make the default group."""
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return store.check([_count_key(rank)])
+        return store.whole.check([_count_key(rank)])
 
     def check(self) -> None:
         """Raise CollectiveMismatchError if two processes are the same rank. To be called repeatedly

@@ -17,7 +17,13 @@ import time
 from collections.abc import Collection
 
 from tilework.errors import DistError, StoreTimeoutError
-from tilework.rendezvous.internal import EndedRanks, MultiprocessingChildren, Siblings, has_ended
+from tilework.rendezvous.internal import (
+    EndedRanks,
+    MultiprocessingChildren,
+    Siblings,
+    has_ended,
+    outlives_ranks,
+)
 from tilework.store import PrefixStore, Store
 from tilework.store.internal import Arrivals
 
@@ -113,7 +119,8 @@ class RankWatch:
 
     def server_is_unknown(self) -> bool:
         """True if rank 0, which may serve the store, has not identified itself to this rank."""
-        return self._rank != 0 and 0 not in self._identities
+        is_rank_0s = self._rank != 0 and 0 not in self._identities
+        return is_rank_0s and not outlives_ranks(self._store)
 
     def everyone(self) -> Collection[int]:
         """All other ranks."""

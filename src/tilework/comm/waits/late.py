@@ -1,7 +1,8 @@
-"""The line on stderr of a rank that waits for late ranks."""
+"""The lines on stderr of a rank that waits long: late ranks, and a store that is gone."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from tilework.comm.waits.by_rank import (
     operation_name,
 )
 from tilework.comm.world import World
+from tilework.store import Store
 from tilework.store.internal import LateNotice, ranks_in_words
 
 #: Seconds between looks of a thread that waits.
@@ -34,6 +36,8 @@ class LateWaits:
         self._next_look = 0.0
         self._place: tuple[str, float] | None = None
         self._notice = LateNotice(0.0)
+        #: The store that was reported as gone.
+        self._gone: Store | None = None
 
     def look(self, world: World) -> None:
         """Print a line about late ranks, if it is time for it. Runs on the waiting thread.
@@ -44,6 +48,7 @@ class LateWaits:
         if now < self._next_look:
             return
         self._next_look = now + _PERIOD
+        self._tell_of_store(world)
         groups = [*world.records]
         collective = collective_wait(groups)
         if collective is not None:
@@ -54,6 +59,13 @@ class LateWaits:
         message = message_wait(groups)
         if message is not None and self._is_due(now, (message[0].group_name, message[1].begun)):
             self._tell_message(*message)
+
+    def _tell_of_store(self, world: World) -> None:
+        """Print a line, once, if the job's store is gone: groups live on, but none can be made."""
+        store = world.record(world.default()).store.whole
+        if store is not self._gone and (why := store.why_gone):
+            self._gone = store
+            print(f"tilework: {why} Groups go on; no group can be made", file=sys.stderr)
 
     def _is_due(self, now: float, place: tuple[str, float]) -> bool:
         """True if it is time for a line about the wait at ``place``."""
