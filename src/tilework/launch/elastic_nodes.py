@@ -8,11 +8,13 @@ import select
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
 from tilework.errors import DistStoreError, StoreTimeoutError
 from tilework.launch.nodes import (
+    LOST,
     PATIENCE,
     Message,
     NodeLink,
@@ -22,12 +24,12 @@ from tilework.launch.nodes import (
     answers,
     call,
     secret_bytes,
-    store_url,
     version,
 )
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.store_service import CALLERS, JOIN, PLACED, PREFIX, REFUSED, SERVICE
 from tilework.store import PrefixStore, TCPStore
+from tilework.store.internal import TcpAddress
 
 #: The number of a launcher that has no place yet.
 _NO_NODE: Final = -2
@@ -40,17 +42,28 @@ class ServiceLink(NodeLink):
 
     def __init__(self, peer: socket.socket, where: str) -> None:
         super().__init__(_NO_NODE, (), ())
+        self._where = where
         self.note_node(SERVICE, f"tilework store at {where}", 0, 0)
         self.add(SERVICE, peer)
         self._own = self._left = 0
+        self._has_lost = False
         self.is_elastic = True
 
-    def take_place(self, placed: Message) -> NodePlace:
-        """The place of this launcher, as the service has said."""
+    def join(self, settings: LaunchSettings) -> tuple[NodePlace, int]:
+        """This launcher's place, and the port of the ranks' store; blocks until there is one."""
+        assert settings.elastic_nodes is not None
+        nodes = ":".join(map(str, settings.elastic_nodes))
+        mine = {"nodes": nodes, "ranks": settings.nprocs, "version": version()}
+        self.tell(JOIN, **mine, host=socket.gethostname())
+        placed = self._answer((settings.timeout or PATIENCE).total_seconds())
         self._node, self._own, self._left = placed["node"], placed["ranks"], placed["left"]
-        return NodePlace(
-            placed["node"], placed["nodes"], placed["first"], placed["world_size"], placed["late"]
-        )
+        self._has_lost, self._finished = bool(placed["begun"]), set()
+        names = ("node", "nodes", "first", "world_size", "begun")
+        return NodePlace(*(placed[name] for name in names)), placed["port"]
+
+    @property
+    def may_begin_again(self) -> bool:
+        return self._has_lost and not self.any_finished
 
     @property
     def ranks_elsewhere(self) -> int:
@@ -62,7 +75,7 @@ class ServiceLink(NodeLink):
 
     @property
     def others_finished(self) -> bool:
-        return bool(self._finished) and not self.ranks_elsewhere
+        return self.any_finished and not self.ranks_elsewhere
 
     def place_of(self, node: int) -> str:
         return f"the {self._nodes[SERVICE].host}" if node == SERVICE else super().place_of(node)
@@ -72,10 +85,31 @@ class ServiceLink(NodeLink):
 
     def _hear(self, node: int, message: Message) -> None:
         self._left = message.get("left", self._left)
+        self._has_lost |= message["kind"] == LOST
         if "first" in message:
             names = ("node", "host", "first", "ranks")
             self.note_node(*(message[name] for name in names))
         super()._hear(node, message)
+
+    def _answer(self, seconds: float) -> Message:
+        begun, has_said = time.monotonic(), False
+        while (now := time.monotonic()) - begun < seconds:
+            readers = self.readers()
+            for each in select.select(list(readers), [], [], 0.5)[0]:
+                readers[each]()
+            self.beat()
+            for message in self.take():
+                if message["kind"] == PLACED:
+                    return message
+                if message["kind"] == REFUSED:
+                    raise NodesError(message["error"])
+            if not self.readers():
+                raise DistStoreError(f"the tilework store at {self._where} is gone")
+            if now - begun > _WORD_SECONDS and not has_said:
+                has_said = True
+                text = f"tilework: waits at {self._where} for other hosts or a place"
+                print(text, file=sys.stderr, flush=True)
+        raise NodesError(f"no place at {self._where} within {seconds:g} s (--timeout)")
 
 
 def join_service(settings: LaunchSettings) -> Nodes:
@@ -103,30 +137,17 @@ def join_service(settings: LaunchSettings) -> Nodes:
         number = store.add(CALLERS, 1)
         link = ServiceLink(call(store, host, number, "the tilework store"), where)
         stack.callback(link.close)
-        assert settings.elastic_nodes is not None
-        nodes = ":".join(map(str, settings.elastic_nodes))
-        mine = {"nodes": nodes, "ranks": settings.nprocs, "version": version()}
-        link.tell(JOIN, **mine, host=socket.gethostname())
-        place = link.take_place(_answer(link, where, patience.total_seconds()))
+        place, port_of_ranks = link.join(settings)
         stack.pop_all()
-    return Nodes(place, store_url(host, port), text, None, link)
+    return Nodes(place, TcpAddress(host, port_of_ranks).url, text, None, link)
 
 
-def _answer(link: ServiceLink, where: str, seconds: float) -> Message:
-    begun, has_said = time.monotonic(), False
-    while (now := time.monotonic()) - begun < seconds:
-        readers = link.readers()
-        for each in select.select(list(readers), [], [], 0.5)[0]:
-            readers[each]()
-        link.beat()
-        for message in link.take():
-            if message["kind"] == PLACED:
-                return message
-            if message["kind"] == REFUSED:
-                raise NodesError(message["error"])
-        if not link.readers():
-            raise DistStoreError(f"the tilework store at {where} is gone")
-        if now - begun > _WORD_SECONDS and not has_said:
-            has_said = True
-            print(f"tilework: waits at {where} for other hosts or a place", file=sys.stderr)
-    raise NodesError(f"no place at {where} within {seconds:g} s (--timeout)")
+def join_again(nodes: Nodes, settings: LaunchSettings) -> Nodes:
+    """Take seats again, once this host's ranks have ended; blocks until there are some.
+
+    Raises NodesError, as :func:`join_service`; DistStoreError if the service is gone.
+    """
+    assert isinstance(nodes.link, ServiceLink)
+    assert settings.rdzv is not None
+    place, port = nodes.link.join(settings)
+    return replace(nodes, place=place, store_url=TcpAddress(settings.rdzv[0], port).url)

@@ -70,8 +70,13 @@ def _modules(frames: Sequence[FrameType]) -> tuple[str, str]:
 
 
 def _has_group() -> bool:
-    world: Any = sys.modules.get("tilework.comm.world")
-    return world is not None and world.current_world().default_group is not None
+    return _world() is not None and _world().default_group is not None
+
+
+def _world() -> Any:
+    """The state of this rank; None in a program that has not loaded it."""
+    module: Any = sys.modules.get("tilework.comm.world")
+    return None if module is None else module.current_world()
 
 
 def _torch_wants_a_port(text: str, frames: Sequence[FrameType]) -> str:
@@ -172,6 +177,8 @@ class FailureReport:
     """``file:line`` of the innermost frame of the program; empty if no frame is the program's."""
     hint: str = ""
     """Advice for an error that does not come from tilework; empty if there is no advice."""
+    has_met: bool = True
+    """False if the rank never was in a default group."""
 
 
 def describe(error: BaseException, exit_code: int) -> FailureReport:
@@ -186,6 +193,7 @@ def describe(error: BaseException, exit_code: int) -> FailureReport:
         exit_code=exit_code,
         site="" if quiet else _site(error),
         hint="" if quiet else hint(error),
+        has_met=_world() is not None and _world().has_met,
     )
 
 
@@ -336,6 +344,11 @@ class RankFailure:
         return any(map(_CONSEQUENCES.fullmatch, self.report.classes)) or bool(
             _CONSEQUENCE_TEXTS.search(self.report.summary)
         )
+
+    @property
+    def never_met(self) -> bool:
+        """True if the rank gave up meeting others, because some were lost."""
+        return self.is_consequence and self.report is not None and not self.report.has_met
 
     @property
     def is_echo(self) -> bool:

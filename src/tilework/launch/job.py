@@ -161,9 +161,12 @@ class Job:
         if self._frontend is not None:
             self._adopting = linux.adopt_orphans()
         with contextlib.closing(self._starter(rendezvous)) as starter:
+            if self._place.begun and rendezvous.store is not None:
+                self._store_at(rendezvous.store, rendezvous)
             for local_rank in range(self._settings.nprocs):
                 rank = self._place.first_rank + local_rank
-                self._start_rank(self._plan(rank, rendezvous, self._place.late), starter)
+                rejoins = bool(self._place.begun) and self._rejoins(rank)
+                self._start_rank(self._plan(rank, rendezvous, rejoins), starter)
         self._supervisor = Supervisor(self._ranks, self._endpoints())
         # Only now: a thread must not exist while forking.
         if self._cell is not None:
@@ -172,7 +175,7 @@ class Job:
             self._server.start()
         if self.recovery is not None and rendezvous.store is not None:
             self._ticket_store = TicketStore(self._store_at(rendezvous.store, rendezvous))
-        if self._place.late and self._ticket_store is not None:
+        if self._place.begun and self._ticket_store is not None:
             self._events_before = len(self._ticket_store.events())
             changes = len(self._changes())
             self._newcomers = {rank.pid: changes for rank in self._ranks}
@@ -188,7 +191,8 @@ class Job:
         """Note in the store that ``rank`` has ended, for ranks that may wait for it."""
         rendezvous = self._rendezvous
         place = None if rendezvous is None else rendezvous.store or rendezvous.ends
-        if rendezvous is None or place is None or self._place.world_size < 2:
+        is_alone = self._place.world_size < 2 and not self._settings.several_hosts
+        if rendezvous is None or place is None or is_alone:
             return
         with contextlib.suppress(DistError):
             EndedRanks(self._store_at(place, rendezvous)).add(rank.rank)
@@ -197,8 +201,7 @@ class Job:
         assert self._rendezvous is not None
         rank.signal_group(signal.SIGKILL)  # processes that it has left running
         rank.reap()
-        # Else the rank never arrived: the others still wait, and take the new process for it.
-        rejoins = self._place.late or self._has_come(rank.rank)
+        rejoins = self._rejoins(rank.rank)
         plan = self._plan(rank.rank, self._rendezvous, rejoins)
         changes = self._changes()
         # A fresh interpreter: this process has threads now, and must not fork.
@@ -209,8 +212,13 @@ class Job:
         if rejoins:
             self._newcomers[started.pid] = len(changes)
 
-    def _has_come(self, rank: int) -> bool:
-        """True if ``rank`` has come to the store, or nobody knows: it may be part of a group."""
+    def _rejoins(self, rank: int) -> bool:
+        """True if a new process of ``rank`` has to be let in by the others.
+
+        False if the rank has never come: the others still wait, and take the new process for it.
+        """
+        if 0 < self._place.begun <= rank:
+            return True
         with contextlib.suppress(DistError):
             return self._store is None or InitGeneration.has_come(self._store, rank)
         return True

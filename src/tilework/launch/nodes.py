@@ -26,6 +26,7 @@ from tilework.errors import DistNetworkError, DistStoreError
 from tilework.framed import Door, FramedSocket, knock, token_for, tune_tcp
 from tilework.launch.settings import LaunchSettings
 from tilework.store import PrefixStore, Store, StoreServer, TCPStore
+from tilework.store.internal import TcpAddress
 
 #: The interval at which a launcher says that it is there. A launcher that has said so and then says
 #: nothing is lost. Keep-alive is not enough: the system answers for a stopped process.
@@ -34,7 +35,7 @@ _SILENCE_SECONDS: Final = 20.0
 
 #: Kinds of messages.
 FAILED, INTERRUPTED, FINISHED = "failed", "interrupted", "finished"
-LOST, JOINED = "lost", "joined"
+LOST, JOINED, AGAIN = "lost", "joined", "again"
 #: Kinds of frames: a message as JSON, and a heartbeat.
 _MESSAGE, _ALIVE = 0, 1
 Message = dict[str, Any]
@@ -79,9 +80,19 @@ class NodeLink:
         return 0
 
     @property
+    def may_begin_again(self) -> bool:
+        """True if hosts were lost, so that ranks that have not met may never meet."""
+        return False
+
+    @property
     def awaits_others(self) -> bool:
         """True on node 0 while another node, which needs the store of node 0, has not ended."""
         return bool(self._node == 0 and set(self._peers) - self._finished)
+
+    @property
+    def any_finished(self) -> bool:
+        """True if another node has ended well."""
+        return bool(self._finished)
 
     @property
     def others_finished(self) -> bool:
@@ -196,14 +207,14 @@ class NodesError(Exception):
 class NodePlace:
     """The part of a job's ranks that one launcher starts.
 
-    ``late``: the job has begun without these ranks, which it has to let in.
+    ``begun``: the ranks that the job has begun with, if it has begun without these.
     """
 
     node: int
     nodes: int
     first_rank: int
     world_size: int
-    late: bool = False
+    begun: int = 0
 
     @classmethod
     def alone(cls, ranks: int) -> NodePlace:
@@ -282,7 +293,7 @@ class _Meeting:
         else:
             self._connect(store, link)
         master = (self._host, table["master"]) if table["master"] else None
-        url = store_url(self._host, self._port)
+        url = TcpAddress(self._host, self._port).url
         return Nodes(place, url, self._secret, master, link, server)
 
     def _introduce(self, store: Store) -> None:
@@ -393,12 +404,6 @@ class _Meeting:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def store_url(host: str, port: int) -> str:
-    """The address of a store as TILEWORK_STORE has it."""
-    bracketed = f"[{host}]" if ":" in host else host
-    return f"tcp://{bracketed}:{port}"
 
 
 def version() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tilework.comm.launching import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
 from tilework.launch.binding import bound_sets
-from tilework.launch.elastic_nodes import join_service
+from tilework.launch.elastic_nodes import join_again, join_service
 from tilework.launch.environment import library_environment
 from tilework.launch.failure_report import RankFailure
 from tilework.launch.failure_text import failure_text, other_failures_text
@@ -59,22 +59,29 @@ def run(settings: LaunchSettings, program: Program) -> int:
         printer = _Printer(Output(settings), flight, settings.trace)
         stack.callback(printer.output.close)
         stdin = stack.enter_context(contextlib.closing(StandardInput()))
-        with SignalInbox() as inbox:
-            front = Frontend(
-                printer.output,
-                stdin,
-                inbox,
-                printer.print_failure,
-                printer.print_flight_folder,
-                cpus,
-                _watch(settings, printer, nodes),
-            )
-            with Job(settings, program, threads, front, nodes=nodes) as job:
-                outcome = job.supervise()
-        # From here on there is nothing to clean up, and a signal again ends this process at once,
-        # even if nobody reads the rest of the output.
-        assert outcome is not None
-        printer.output.drain()
+        while True:
+            with SignalInbox() as inbox:
+                front = Frontend(
+                    printer.output,
+                    stdin,
+                    inbox,
+                    printer.print_failure,
+                    printer.print_flight_folder,
+                    cpus,
+                    _watch(settings, printer, nodes),
+                )
+                with Job(settings, program, threads, front, nodes=nodes) as job:
+                    outcome = job.supervise()
+            # From here on there is nothing to clean up, and a signal again ends this process at
+            # once, even if nobody reads the rest of the output.
+            assert outcome is not None
+            printer.output.drain()
+            if not outcome.begins_again:
+                break
+            assert nodes is not None
+            notice = "hosts were lost before the ranks had met, or all that had: it begins again"
+            printer.output.write_notice(f"tilework: {notice}\n")
+            nodes = join_again(nodes, settings)
         printer.print_summary(outcome, job.left_behind, job.recovery)
         printer.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
         return outcome.exit_status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,11 +30,13 @@ class Seats:
 class Seating:
     """The seats of all hosts of a job, of which ``least`` must be there to begin and to go on.
 
-    Launchers beyond ``most`` wait for a host to be lost.
+    Launchers beyond ``most`` wait for a host to be lost. Nobody gets seats before the ``awaited``
+    callers have come or left.
     """
 
-    def __init__(self, least: int, most: int) -> None:
+    def __init__(self, least: int, most: int, awaited: Collection[int] = ()) -> None:
         self.least, self.most = least, most
+        self._awaited = set(awaited)
         #: The number of ranks at the start; 0 before.
         self.world_size = 0
         #: The seats of launchers that take part, by caller, and those that have finished.
@@ -48,10 +50,12 @@ class Seating:
 
     def arrive(self, caller: int, ranks: int, host: str, now: float) -> None:
         self.waiting[caller], self._came_at = (ranks, host), now
+        self._awaited.discard(caller)
 
     def leave(self, caller: int) -> Seats | None:
         """A launcher is gone; the seats that are lost to the job by that, if any."""
         self.waiting.pop(caller, None)
+        self._awaited.discard(caller)
         seats = self.seated.pop(caller, None)
         if seats is None or caller in self.finished:
             return None
@@ -70,7 +74,7 @@ class Seating:
         self.world_size = self.world_size or self._given
 
     def _may_begin(self, now: float) -> bool:
-        count = len(self.waiting)
+        count = 0 if self._awaited else len(self.waiting)
         is_last_call = now - self._came_at >= LAST_CALL_SECONDS
         return count >= self.most or (count >= self.least and is_last_call)
 
@@ -82,6 +86,18 @@ class Seating:
                 return Seats(seats.node, seats.first, ranks, host)
         self._given, self._nodes = self._given + ranks, self._nodes + 1
         return Seats(self._nodes - 1, self._given - ranks, ranks, host)
+
+    def renewed(self) -> Seating:
+        """The seating of the same job, which begins again with the launchers that are there."""
+        seating = Seating(self.least, self.most, self.seated)
+        seating.waiting, seating._came_at = self.waiting, self._came_at
+        return seating
+
+    @property
+    def is_over(self) -> bool:
+        """True if all launchers are gone, and none comes again."""
+        here = self.seated or self._awaited
+        return not here and (bool(self.world_size) or not self.waiting)
 
     @property
     def active(self) -> dict[int, Seats]:

@@ -1,8 +1,8 @@
 """``tilework store``: a job's store as a separate service, at which the launchers of hosts meet.
 
 It outlives every rank and host. Each launcher with ``--nnodes MIN:MAX`` keeps a connection to it,
-gets the numbers of its ranks there, and hears who comes and goes. When the last launcher of a job
-has ended, the store is emptied for the next job.
+gets the numbers of its ranks there, and hears who comes and goes. The ranks' store has another
+port, and is a new store for each beginning of a job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tilework.errors import DistError
 from tilework.framed import Door, token_for
-from tilework.launch.nodes import FINISHED, JOINED, LOST, Message, NodeLink, secret_bytes
+from tilework.launch.nodes import AGAIN, FINISHED, JOINED, LOST, Message, NodeLink, secret_bytes
 from tilework.launch.seating import Seating, Seats
 from tilework.rendezvous.internal import EndedRanks
 from tilework.store import PrefixStore, StoreServer, TCPStore
@@ -62,14 +62,15 @@ def _say(text: str) -> None:
 class _Service(NodeLink):
     """The store of one job, and the connections to its launchers, numbered as they called."""
 
+    _store: TCPStore
+
     def __init__(self, host: str, port: int, secret: bytes | None) -> None:
         super().__init__(SERVICE, (), ())
-        self._stack = contextlib.ExitStack()
+        self._host, self._secret = host, secret
+        self._stack, self._of_ranks = contextlib.ExitStack(), contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(StoreServer.listen_tcp(host, port, secret))
-            server.start()
-            client = TCPStore(host, server.port, timeout=_TIMEOUT, secret=secret)
-            self._store = stack.enter_context(contextlib.closing(client))
+            stack.push(self._of_ranks)
+            client = self._serve_at(port, stack)
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             listener = stack.enter_context(socket.create_server((host, 0), family=family))
             nonce = secrets.token_bytes(16)
@@ -81,7 +82,13 @@ class _Service(NodeLink):
         self._seating: Seating | None = None
         #: What the first launcher said, with which others must agree.
         self._agreed: Message = {}
-        _say(f"serves a job at {server.address}")
+        _say(f"serves a job at {host}:{client.port}")
+
+    def _serve_at(self, port: int, stack: contextlib.ExitStack) -> TCPStore:
+        server = stack.enter_context(StoreServer.listen_tcp(self._host, port, self._secret))
+        server.start()
+        client = TCPStore(self._host, server.port, timeout=_TIMEOUT, secret=self._secret)
+        return stack.enter_context(contextlib.closing(client))
 
     def close(self) -> None:
         super().close()
@@ -89,17 +96,11 @@ class _Service(NodeLink):
 
     def run(self) -> None:
         """Serve until the last launcher of a job has ended."""
-        while self._seating is None or not self._is_over:
+        while self._seating is None or not self._seating.is_over:
             self._serve()
         for caller in self._seating.waiting:
             self._answer(caller, REFUSED, error="the job ended before this host had a part in it")
         _say("the job has ended")
-
-    @property
-    def _is_over(self) -> bool:
-        assert self._seating is not None
-        seating = self._seating
-        return not seating.seated and (bool(seating.world_size) or not seating.waiting)
 
     def _serve(self) -> None:
         readers = self.readers()
@@ -113,10 +114,13 @@ class _Service(NodeLink):
             self._door.awaited.add(caller + _CALLERS_AHEAD)
         self.beat()
         if self._seating is not None:
-            is_late = bool(self._seating.world_size)
+            begun = self._seating.world_size
             placed = list(self._seating.newly_seated(time.monotonic()))
+            if placed and not begun:
+                self._of_ranks.close()  # nobody uses the store of an earlier beginning any more
+                self._store = self._serve_at(0, self._of_ranks)
             for caller, seats in placed:
-                self._place(caller, seats, is_late)
+                self._place(caller, seats, begun)
 
     def _hear(self, node: int, message: Message) -> None:
         kind = message["kind"]
@@ -124,6 +128,8 @@ class _Service(NodeLink):
             self._join(node, message)
         elif kind == LOST:
             self._leave(node)
+        elif kind == AGAIN:
+            self._begin_again(node)
         else:
             if kind == FINISHED and self._seating is not None:
                 self._seating.finished.add(node)
@@ -138,17 +144,25 @@ class _Service(NodeLink):
                 self._answer(caller, REFUSED, error=f"the launchers differ in {name}: {text}")
                 return
         if self._seating is None:
-            self._seating = Seating(*map(int, message["nodes"].split(":")))
+            least, most = map(int, message["nodes"].split(":"))
+            self._seating = Seating(least, most)
         self._seating.arrive(caller, message["ranks"], message["host"], time.monotonic())
 
-    def _place(self, caller: int, seats: Seats, is_late: bool) -> None:
+    def _begin_again(self, caller: int) -> None:
+        """Take all seats back; ``caller`` was the first to know, or is the next to say so."""
+        if self._seating is not None and caller in self._seating.seated:
+            _say("the ranks cannot meet without lost hosts: all begin again")
+            self._seating = self._seating.renewed()
+            self._send({"kind": AGAIN}, but=caller)
+
+    def _place(self, caller: int, seats: Seats, begun: int) -> None:
         assert self._seating is not None
-        for rank in seats.numbers if is_late else ():
+        for rank in seats.numbers if begun else ():
             EndedRanks(self._store).remove(rank)
         facts = {**vars(seats), "left": self._left}
-        nodes, world_size = len(self._seating.seated), self._seating.world_size
-        size = max(world_size, seats.first + seats.ranks)
-        self._answer(caller, PLACED, **facts, nodes=nodes, world_size=size, late=is_late)
+        size = max(self._seating.world_size, seats.first + seats.ranks)
+        counts = {"nodes": len(self._seating.seated), "world_size": size, "begun": begun}
+        self._answer(caller, PLACED, **facts, **counts, port=self._store.port)
         self._send({"kind": JOINED, **facts}, but=caller)
         _say(f"node {seats.node} ({seats.host}) has come: {self.ranks_in_words(seats)}")
 

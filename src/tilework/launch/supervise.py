@@ -19,6 +19,7 @@ from tilework.comm.launching import LAUNCHER_SIGNAL
 from tilework.launch import linux, orphans, signals
 from tilework.launch.failure_report import FailureReport, RankFailure, root_cause, settle_time
 from tilework.launch.nodes import (
+    AGAIN,
     FAILED,
     FINISHED,
     INTERRUPTED,
@@ -57,6 +58,8 @@ class Outcome:
     """The signal by which the user, or another host's launcher, ended the job; None if none."""
     lost_output: OSError | None = None
     """The error that ended the job, if the launcher could not write its output."""
+    begins_again: bool = False
+    """True if all hosts of the job are to begin again."""
 
     @property
     def exit_status(self) -> int:
@@ -117,6 +120,7 @@ class Supervisor:
     #: The time since which all living ranks are stopped.
     _stopped_since: float | None = None
     _told_end: bool = False
+    _begins_again: bool = False
     #: Answered failures, by process: the job outlives them, or ended for the last.
     _outlived: dict[int, RankFailure] = field(default_factory=dict)
     #: Processes whose end was reported.
@@ -149,7 +153,7 @@ class Supervisor:
         if self._interrupted is not None or self._lost_output is not None:
             return Outcome(interrupted=self._interrupted, lost_output=self._lost_output)
         if self._root is None:
-            return Outcome()
+            return Outcome(begins_again=self._begins_again)
         failures = dict(self._failures)  # as known by now, with the cause's exit status
         return Outcome(failures.pop(self._root.rank), tuple(failures.values()))
 
@@ -264,9 +268,10 @@ class Supervisor:
 
     def _end_by(self, number: int) -> None:
         """End the ranks on the user's signal; a second signal ends them at once."""
-        if self._stop_began is not None:
+        if self._stop_began is not None and not self._begins_again:
             self.stop(signals.at_once())
         else:
+            self._begins_again = False
             self._interrupted = number
             self.stop(signals.after_signal(number, self.around.grace))
             self._tell_others(INTERRUPTED, signal=number)
@@ -342,7 +347,9 @@ class Supervisor:
             if kind == INTERRUPTED and self._stop_began is None:
                 self._interrupted = int(message["signal"])
                 self.stop(signals.after_signal(self._interrupted, self.around.grace))
-            elif kind == FAILED:
+            elif kind == AGAIN and self._stop_began is None:
+                self._begin_again()
+            elif kind == FAILED and not self._begins_again:
                 self._failures.setdefault(int(message["rank"]), self._failure_there(message))
             elif kind == LOST and self._stop_began is None:
                 lost = self._node_lost(message)
@@ -357,6 +364,11 @@ class Supervisor:
                 assert link is not None
                 come = f"{link.place_of(node)} has come, with {link.ranks_of(node)}"
                 self.around.recovery.note(None, come)
+
+    def _begin_again(self) -> None:
+        """End this host's ranks, so that those of all hosts can be started again."""
+        self._begins_again = True
+        self.stop(signals.at_once())
 
     def _failure_there(self, message: Message) -> RankFailure:
         """The failure of a rank on another node, as that node's ``message`` reports it."""
@@ -382,7 +394,7 @@ class Supervisor:
     def _outlives(self, rank: RankProcess) -> bool:
         """True if recovery deals with this rank's failure, now or once the process has ended."""
         recovery = self.around.recovery
-        if rank.pid in self._outlived:
+        if rank.pid in self._outlived or self._begins_again:
             return True
         if recovery is None or self._failures or self._stop_began is not None:
             return False
@@ -391,6 +403,8 @@ class Supervisor:
         if rank.ending.code == 0:
             return False
         failure = _failure(rank)
+        if failure.never_met and self._ends_unmet(recovery, failure):
+            return True
         answer = self._answer(recovery, failure)
         self._outlived[rank.pid] = failure
         if answer is Answer.END:
@@ -402,6 +416,21 @@ class Supervisor:
         else:
             self._pass_end_on(rank)
         return True
+
+    def _ends_unmet(self, recovery: Recovery, failure: RankFailure) -> bool:
+        """Where hosts come and go, end ranks that cannot meet the others, perhaps to begin again;
+        False if their failure counts.
+        """
+        link = self.around.link
+        if link is not None and link.may_begin_again:
+            self._tell_others(AGAIN)
+            self._begin_again()
+            return True
+        if link is not None and link.is_elastic and link.any_finished:
+            recovery.note(failure.rank, "ended: the others have finished without it")
+            self.stop(signals.at_once())
+            return True
+        return False
 
     def _answer(self, recovery: Recovery, failure: RankFailure) -> Answer:
         living = [each for each in self.ranks if each.alive and each.report is None]
