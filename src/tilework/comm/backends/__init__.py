@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilework.comm.backend import Backend, DistributedBackendOptions, torch_has
+from tilework.comm.backends.rounding import HybridOptions
 from tilework.comm.contract import ProcessGroup
 
 _Create = Callable[[DistributedBackendOptions, Any], ProcessGroup]
@@ -16,6 +17,8 @@ def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any)
     """Make a group on the backend ``name``, and return this rank's end. Collective over the group's
     ranks.
     """
+    if isinstance(pg_options, HybridOptions) and name not in (Backend.HYBRID, Backend.SHM):
+        raise ValueError(f"backend {name!r} does not take {pg_options}, which is for 'hybrid'")
     plugin = Backend.plugins.get(name.upper())
     if plugin is None:
         return _built_in(name)(request, pg_options)

@@ -17,3 +17,4 @@ from tilework.comm.backend import (
 )
 from tilework.comm.backends import load_backend
 from tilework.comm.backends.per_device import backend_for
+from tilework.comm.backends.rounding import ROW, HybridOptions, Rounding, dequantise, quantise

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilework.comm.backends.internal import dequantise, quantise
 from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.operations.internal import all_gather_into_tensor, all_reduce
 from tilework.comm.per_call.internal import address_of, refuse_count
@@ -130,9 +131,6 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> BucketFu
     return noop_hook(None, bucket)
 
 
-_LEVELS = 255
-
-
 def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
     """The average of a bucket that each rank sends as 8-bit integers with a scale. Collective.
 
@@ -153,19 +151,6 @@ def quantization_perchannel_hook(
     rows = -(-buffer.numel() // bucket_size)
     padded = torch.nn.functional.pad(buffer, (0, rows * bucket_size - buffer.numel()))
     return _quantised(buffer, padded.view(rows, bucket_size), group_or_default(process_group))
-
-
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit codes for the elements of each row, and a least value and a scale for each row."""
-    low, high = rows.aminmax(dim=1, keepdim=True)
-    scale = (high - low).clamp_min(torch.finfo(rows.dtype).tiny) / _LEVELS
-    codes = ((rows - low) / scale).round_().clamp_(0, _LEVELS).to(torch.uint8)
-    return codes, torch.cat([low, scale], dim=1)
-
-
-def dequantise(codes: Tensor, constants: Tensor) -> Tensor:
-    """The values that :func:`quantise` has made ``codes`` and ``constants`` of, about."""
-    return codes.to(constants.dtype) * constants[:, 1:] + constants[:, :1]
 
 
 def _quantised(buffer: Tensor, rows: Tensor, group: ProcessGroup) -> BucketFuture:

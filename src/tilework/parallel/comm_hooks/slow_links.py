@@ -8,12 +8,12 @@ the result round. Only the lanes send rounded numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tilework.comm.backends.internal import ROW, Rounding
 from tilework.comm.backends.machine import host_identity
 from tilework.comm.contract import ProcessGroup, ReduceOp
 from tilework.comm.groups import new_group
@@ -26,15 +26,7 @@ from tilework.comm.operations.internal import (
 )
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import DeferredFuture, GradBucket
-from tilework.parallel.comm_hooks.hooks import (
-    BucketFuture,
-    dequantise,
-    group_or_default,
-    quantise,
-)
-
-#: 8-bit integers have a least value and a scale for so many elements.
-_ROW: Final = 512
+from tilework.parallel.comm_hooks.hooks import BucketFuture, group_or_default
 
 
 class SlowLinks:
@@ -67,8 +59,7 @@ class SlowLinks:
         group = self._group = group_or_default(process_group)
         #: The number of ranks.
         self.size = group.size()
-        if sent not in (torch.bfloat16, torch.int8):
-            raise ValueError(f"sent is torch.bfloat16 or torch.int8, got {sent}")
+        self._rounding, self._feedback = Rounding(sent), error_feedback
         given = None if hosts is None else [list(ranks) for ranks in hosts]
         facts = agree_equal(
             lambda: {"sent": str(sent), "hosts": given, "host": host_identity()},
@@ -83,7 +74,6 @@ class SlowLinks:
         self._hosts = list(by_name.values()) if given is None else given
         if sorted(rank for ranks in self._hosts for rank in ranks) != list(range(group.size())):
             raise ValueError(f"hosts must have each of {group.size()} ranks once, got {given}")
-        self._sent, self._feedback = sent, error_feedback
         self._lanes = min(map(len, self._hosts))
         own = next(ranks for ranks in self._hosts if group.rank() in ranks)
         self._at = own.index(group.rank())
@@ -107,51 +97,44 @@ class SlowLinks:
             tensor: The same shape on all ranks. It is added up in float32, and stays as it is.
             key: Names the tensor: what rounding loses is kept under it for the next call.
         """
-        rows = tensor.detach().reshape(-1).float()
-        unit = _ROW * self._lanes * len(self._hosts)
-        rows = pad(rows, (0, -rows.numel() % unit)).view(-1, _ROW)
-        shares = list(rows.tensor_split(self._lanes))
-        shares += [rows[:0]] * (self._host.size() - self._lanes)
+        flat = tensor.detach().reshape(-1).float()
+        flat = pad(flat, (0, -flat.numel() % (ROW * self._lanes * len(self._hosts))))
+        shares = list(flat.tensor_split(self._lanes))
+        shares += [flat[:0]] * (self._host.size() - self._lanes)
         own = torch.empty_like(shares[self._at])
         reduce_scatter(own, shares, ReduceOp.SUM, self._host)
         if self._lane is not None and self._lane.size() > 1:
             own = self._across(own, key, self._lane)
         all_gather(shares, own, self._host)
-        return rows.view(-1)[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
+        return flat[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
 
     def _across(self, own: Tensor, key: object, lane: ProcessGroup) -> Tensor:
         """The sum of a share over the hosts, in their order."""
         count = lane.size()
         if count == 2:  # each sends the whole share, as two rounds would
-            return self._shared(own, (key, 0), lane).view(count, *own.shape).sum(0)
-        parts = []
-        for each in self._encoded(own, (key, 0)):
-            parts.append(torch.empty_like(each))
-            all_to_all_single(parts[-1], each, group=lane)
-        piece = self._decoded(parts).view(count, -1, _ROW).sum(0)
+            return self._shared(own, (key, 0), lane).view(count, -1).sum(0)
+        sent = self._encoded(own, (key, 0))
+        all_to_all_single(parts := torch.empty_like(sent), sent, group=lane)
+        piece = self._rounding.decoded(parts, own.numel()).view(count, -1).sum(0)
         return self._shared(piece, (key, 1), lane)
 
-    def _shared(self, rows: Tensor, key: tuple[object, int], lane: ProcessGroup) -> Tensor:
-        """The rows of all ranks of the lane, as all of them read what was sent."""
-        parts = []
-        for each in self._encoded(rows, key):
-            parts.append(each.new_empty(lane.size() * len(each), *each.shape[1:]))
-            all_gather_into_tensor(parts[-1], each, lane)
-        return self._decoded(parts)
+    def _shared(self, flat: Tensor, key: tuple[object, int], lane: ProcessGroup) -> Tensor:
+        """The numbers of all ranks of the lane, as all of them read what was sent."""
+        sent = self._encoded(flat, key)
+        all_gather_into_tensor(parts := sent.new_empty(lane.size() * len(sent)), sent, lane)
+        return self._rounding.decoded(parts, lane.size() * flat.numel())
 
-    def _encoded(self, rows: Tensor, key: tuple[object, int]) -> Sequence[Tensor]:
-        """The tensors to send for ``rows``, with what rounding lost before."""
+    def _encoded(self, flat: Tensor, key: tuple[object, int]) -> Tensor:
+        """The bytes to send for ``flat``, with what rounding lost before."""
         lost = self._lost.get(key) if self._feedback else None
-        if lost is not None and lost.shape == rows.shape:
-            rows = rows + lost
-        sent = (rows.bfloat16(),) if self._sent == torch.bfloat16 else quantise(rows)
+        if lost is not None and lost.shape == flat.shape:
+            flat = flat + lost
+        sent = self._rounding.encoded(flat)
         if self._feedback:
             # Infinite gradients, which a scaler skips, are no reason to be wrong later.
-            self._lost[key] = (rows - self._decoded(sent)).nan_to_num_(0.0, 0.0, 0.0)
+            rounded = self._rounding.decoded(sent, flat.numel())
+            self._lost[key] = (flat - rounded).nan_to_num_(0.0, 0.0, 0.0)
         return sent
-
-    def _decoded(self, sent: Sequence[Tensor]) -> Tensor:
-        return sent[0].float() if len(sent) == 1 else dequantise(sent[0], sent[1])
 
 
 def slow_links_hook(links: SlowLinks, bucket: GradBucket) -> BucketFuture:

@@ -110,15 +110,15 @@ class TestGlooOnTwoHosts(OnTwoHosts, MismatchSuite, TimeoutSuite, MessageSuite):
 def test_reductions_run_within_hosts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda rank: rank // 2)
 
-    def noise(rank: int) -> torch.Tensor:
-        return torch.randn(9000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    def scaled(rank: int) -> torch.Tensor:
+        return noise(rank) * 10.0**rank
 
     def body(rank: int) -> list[int]:
-        tensor = noise(rank)
+        tensor = scaled(rank)
         dist.all_reduce(tensor)
-        by_host = [folded("SUM", [noise(r), noise(r + 1)]) for r in (0, 2, 4)]
+        by_host = [folded("SUM", [scaled(r), scaled(r + 1)]) for r in (0, 2, 4)]
         assert_same(tensor, folded("SUM", by_host))
-        return [int(part) for part in bits(tensor)[:5]]
+        return [int(part) for part in bits(tensor).view(-1)[:5]]
 
     assert len(set(map(tuple, hybrid(6, body)))) == 1
 
@@ -157,6 +157,55 @@ def test_a_share_of_each_byte_crosses_once(monkeypatch: pytest.MonkeyPatch) -> N
         "reduce_scatter": [2, 2],
         "all_to_all": [4, 4],
     }
+
+
+def noise(rank: int) -> torch.Tensor:
+    return torch.randn(4, 30_000, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("hosts_of", [(0, 0, 1, 1), (0, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(("sent", "share"), [(torch.bfloat16, 0.5), (torch.int8, 0.26)], ids=str)
+def test_sums_between_hosts_are_rounded_if_asked(
+    hosts_of: tuple[int, ...], sent: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, hosts_of.__getitem__)
+    total = torch.stack([noise(rank) for rank in range(4)]).sum(0)
+
+    def body(rank: int) -> torch.Tensor:
+        group = dist.new_group(
+            backend="hybrid", pg_options=dist.HybridOptions(between_hosts=sent), timeout=LIMIT
+        )
+        same, part, exact = noise(rank), torch.empty(30_000), noise(rank)
+        before = inside(group).statistics()["link_bytes"]
+        dist.all_reduce(same, group=group)
+        rounded = inside(group).statistics()["link_bytes"] - before
+        dist.all_reduce(exact, op=dist.ReduceOp.MAX, group=group)
+        most = inside(group).statistics()["link_bytes"] - before - rounded
+        assert_same(exact, torch.stack([noise(r) for r in range(4)]).amax(0))
+        assert rounded <= share * most
+        dist.reduce_scatter_tensor(part, noise(rank), group=group)
+        assert (part - total[rank]).abs().max() < 0.02 * total.abs().max()
+        return same
+
+    results = hybrid(4, body)
+    for each in results:
+        assert_same(each, results[0])
+    assert 0 < (results[0] - total).abs().max() < 0.02 * total.abs().max()
+
+
+def test_ranks_that_round_otherwise_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda rank: rank)
+
+    def body(rank: int) -> None:
+        options = dist.HybridOptions(between_hosts=(torch.bfloat16, torch.int8)[rank])
+        with pytest.raises(dist.DistBackendError, match="the ranks differ in pg_options"):
+            dist.new_group(backend="hybrid", pg_options=options, timeout=LIMIT)
+        with pytest.raises(ValueError, match="'threads' does not take"):
+            dist.new_group(backend="threads", pg_options=options)
+
+    hybrid(2, body)
+    with pytest.raises(ValueError, match="got torch"):
+        dist.HybridOptions(between_hosts=torch.int16)
 
 
 def test_a_sub_group_of_one_host_is_shared_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:

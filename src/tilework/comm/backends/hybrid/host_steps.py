@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.hybrid.host_ranks import Hosts
+from tilework.comm.backends.rounding import Rounding
 from tilework.comm.backends.threads.reference import combine
 from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
 from tilework.comm.forms import Kind, Operation, Parts, op_type, split_parts
@@ -27,6 +28,7 @@ from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
 #: fewer steps are faster. Between two hosts both ways move the same number of bytes.
 _SMALL = 16 << 10
 _SHORT = (torch.float16, torch.bfloat16)
+_SUMS = ("sum", "avg", "premul_sum")
 
 
 class Transfers(Protocol):
@@ -46,6 +48,8 @@ class StepContext(Protocol):
 
     hosts: Hosts
     size: int
+    #: The way in which sums of float32 are rounded between hosts; None: they are not.
+    rounding: Rounding | None
 
     def local(
         self,
@@ -67,6 +71,48 @@ class StepContext(Protocol):
 
 #: Yields once, where the ranks meet.
 Step = Iterator[None]
+
+
+class _RoundedTransfers:
+    """Transfers of float32 tensors in few bytes. What is sent has the rounded values afterwards, as
+    the receiver has them.
+    """
+
+    def __init__(self, inner: Transfers, rounding: Rounding) -> None:
+        self._inner, self._rounding = inner, rounding
+        #: Received bytes, and the tensors for them.
+        self._arriving: list[tuple[Tensor, Tensor]] = []
+
+    def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        pairs = list(tensors)
+        sizes = [self._rounding.nbytes(tensor.numel()) for _, tensor in pairs]
+        memories = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        ranks, targets = [rank for rank, _ in pairs], [tensor for _, tensor in pairs]
+        self._arriving += zip(memories, targets, strict=True)
+        self._inner.receive(zip(ranks, memories, strict=True))
+
+    def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        data: dict[int, Tensor] = {}  # a tensor may go to several hosts
+        leaving = []
+        for rank, tensor in tensors:
+            if id(tensor) not in data:
+                data[id(tensor)] = self._rounding.encoded(tensor)
+                tensor.copy_(self._rounding.decoded(data[id(tensor)], tensor.numel()))
+            leaving.append((rank, tensor))
+        self._inner.send((rank, data[id(tensor)]) for rank, tensor in leaving)
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for memory, target in self._arriving:
+            target.copy_(self._rounding.decoded(memory, target.numel()))
+
+
+def _sums(context: StepContext, operation: Operation) -> Transfers:
+    """Transfers of partial results, which are rounded if asked: sums of float32 only."""
+    transfers, is_sum = context.transfers(), op_type(operation.reduce_op) in _SUMS
+    if context.rounding is None or operation.inputs[0].dtype != torch.float32 or not is_sum:
+        return transfers
+    return _RoundedTransfers(transfers, context.rounding)
 
 
 def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
@@ -140,7 +186,7 @@ def all_reduce(context: StepContext, operation: Operation) -> Step:
     at_once = len(hosts.ranks) == 2 or own.nbytes <= _SMALL
     pieces = [own] * len(hosts.ranks) if at_once else list(own.tensor_split(len(hosts.ranks)))
     partials = _blanks(hosts, pieces[hosts.index])
-    transfers = context.transfers()
+    transfers = _sums(context, operation)
     transfers.receive(_beside(hosts, partials))
     yield
     _partial(context, operation, shares, own)
@@ -148,15 +194,16 @@ def all_reduce(context: StepContext, operation: Operation) -> Step:
     transfers.wait()
     total = _across(partials, op, context.size)
     if not at_once:
-        total = _collected(context, pieces, total, own)
+        total = _collected(hosts, _sums(context, operation), pieces, total, own)
     context.local("all_gather", [total], _shares(operation.outputs[0].view(-1), hosts))
 
 
-def _collected(context: StepContext, pieces: list[Tensor], own: Tensor, whole: Tensor) -> Tensor:
+def _collected(
+    hosts: Hosts, transfers: Transfers, pieces: list[Tensor], own: Tensor, whole: Tensor
+) -> Tensor:
     """Send this host's combined piece ``own`` to the other hosts, and receive theirs into
     ``pieces``, which together are ``whole``; return ``whole``.
     """
-    hosts, transfers = context.hosts, context.transfers()
     transfers.receive(_beside(hosts, pieces))
     transfers.send(_beside(hosts, [own] * len(hosts.ranks)))
     transfers.wait()
@@ -171,7 +218,7 @@ def reduce(context: StepContext, operation: Operation) -> Step:
     hosts, home = context.hosts, context.hosts.host_of(operation.root)
     shares = _shares(operation.inputs[0].view(-1), hosts)
     own = torch.empty_like(shares[hosts.local_rank])
-    partials, transfers = _blanks(hosts, own), context.transfers()
+    partials, transfers = _blanks(hosts, own), _sums(context, operation)
     if hosts.index == home:
         transfers.receive(_beside(hosts, partials))
     yield
@@ -204,7 +251,7 @@ def reduce_scatter(context: StepContext, operation: Operation) -> Step:
     carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
     #: By turn and host: the partial results of the parts that this lane combines.
     partials = [_blanks(hosts, parts[rank]) for rank in carried]
-    transfers = context.transfers()
+    transfers = _sums(context, operation)
     for of_turn in partials:
         transfers.receive(_beside(hosts, of_turn))
     yield

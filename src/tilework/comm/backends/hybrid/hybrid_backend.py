@@ -21,6 +21,7 @@ from tilework.comm.backends.hybrid.hosts import share_memory
 from tilework.comm.backends.hybrid.hybrid_engine import HybridEngine
 from tilework.comm.backends.hybrid.meeting_engine import connect_hosts
 from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.rounding import HybridOptions
 from tilework.comm.backends.torch.movers import GlooMover, Mover
 from tilework.comm.backends.torch.torch_engines import (
     check_available,
@@ -56,7 +57,7 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
 
     If all ranks share memory, the result is a plain group in shared memory.
     """
-    name = _link_name()
+    name, rounding = _link_name(), _agreed(request, options).rounding()
     hosts, shared = share_memory(request)
     if len(hosts.ranks) == 1:
         shared.engine.name = HybridEngine.name
@@ -68,7 +69,20 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
         undo.pop_all()
     if shared.registers is not None:
         shared.registers.leave(shared.rank())  # one host's registers; this group's is in the store
-    return HybridGroup(HybridEngine(connections), request)
+    return HybridGroup(HybridEngine(connections, rounding), request)
+
+
+def _agreed(request: DistributedBackendOptions, options: Any) -> HybridOptions:
+    """This rank's options. Raises DistBackendError unless the ranks have the same."""
+    mine = options if isinstance(options, HybridOptions) else HybridOptions()
+    theirs = request.store.compare_set("options", "", repr(mine)).decode()
+    if theirs != repr(mine):
+        rank = request.global_ranks_in_group[request.group_rank]
+        raise DistBackendError(
+            f"the ranks differ in pg_options: rank {rank} has {mine}, the first rank that came "
+            f"{theirs}; give all ranks the same"
+        )
+    return mine
 
 
 def _connect_gloo(request: DistributedBackendOptions, address: str) -> Mover:

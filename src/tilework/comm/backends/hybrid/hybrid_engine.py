@@ -17,6 +17,7 @@ from tilework.comm import provenance_digest
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
 from tilework.comm.backends.hybrid.host_steps import STEPS
 from tilework.comm.backends.hybrid.meeting_engine import COLLECTIVES, Connections, MeetingEngine
+from tilework.comm.backends.rounding import Rounding
 from tilework.comm.backends.shm.shm_group import ShmEngine
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.forms import Kind, Operation, Parts
@@ -31,7 +32,8 @@ class HybridEngine(MeetingEngine):
     name = "hybrid"
     _shm: ShmEngine
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, rounding: Rounding | None = None) -> None:
+        self.rounding = rounding
         #: The transfers of the running operation.
         self._in_flight: list[_Transfers] = []
         super().__init__(connections)
