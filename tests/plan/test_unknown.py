@@ -135,3 +135,18 @@ def test_the_peak_is_that_of_a_real_run(program: Callable[[], int]) -> None:
     found: list[int] = []
     planned(lambda: found.append(program()), 2)
     assert found == run_ranks(2, lambda rank: program())
+
+
+def test_tensors_that_the_program_puts_on_meta_count_nothing() -> None:
+    def program() -> int:
+        with MemoryByUse() as memory:
+            weight = nn.Linear(64, 64).weight
+            shown = [torch.ones(64, 64, device="meta"), weight.to("meta"), weight.detach()]
+            shown[0] = shown[0] @ shown[1]
+            with pytest.raises(RuntimeError, match="meta"):
+                bool(shown[0].sum() > 0)
+        return memory.peak.bytes
+
+    found: list[int] = []
+    planned(lambda: found.append(program()), 1)
+    assert found == [program()]

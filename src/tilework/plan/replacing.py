@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -66,8 +65,10 @@ def truthful(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _plain_truth -= 1
 
 
-def is_truthful(frame: FrameType) -> bool:
+def is_truthful(frame: Any) -> bool:
     """True for code of tilework, and within :func:`truthful`: it sees where tensors are."""
+    while frame.f_code.co_name == "__torch_function__":  # modes between the caller and torch
+        frame = frame.f_back
     return _plain_truth > 0 or frame.f_code.co_filename.startswith(_OWN)
 
 
@@ -153,7 +154,7 @@ def _is_function(value: object) -> bool:
 def _method(name: str, original: Any) -> Any:
     @functools.wraps(original)
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not lacks_values(self):
+        if not lacks_values(self) or lacks_memory(self):
             found = original(self, *args, **kwargs)
             return unknown_number() if is_unknown(found) else found
         if name in ("__repr__", "__format__"):
@@ -215,7 +216,7 @@ def _maker(original: Any) -> Any:
     @functools.wraps(original)
     def make(data: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, Number):
-            kwargs["device"] = "meta"
+            kwargs["device"] = torch.device("meta")
             kwargs.setdefault("dtype", torch.get_default_dtype())
             return torch.empty((), *args, **kwargs)
         made = original(data, *args, **kwargs)

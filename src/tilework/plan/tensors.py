@@ -57,8 +57,8 @@ class AskedForMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [x for x in (*args, *kwargs.values()) if _is_meta(x)]
-        is_text = any(isinstance(x, str) for x in given)
-        if self.is_asked or not given or (is_truthful(sys._getframe(1)) and not is_text):
+        by_text = any(isinstance(x, str) for x in given)
+        if not given or self.is_asked or not (by_text or _is_asking(func, sys._getframe(1))):
             return func(*args, **kwargs)
         self.is_asked = True
         try:
@@ -68,6 +68,11 @@ class AskedForMeta(TorchFunctionMode):
             return result
         finally:
             self.is_asked = False
+
+
+def _is_asking(func: Any, frame: Any) -> bool:
+    """True for code of programs; operators come from modes, which torch's code in C has called."""
+    return not (isinstance(func, torch._ops.OpOverload) or is_truthful(frame))
 
 
 def _is_meta(value: Any) -> bool:
@@ -252,8 +257,8 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _scalar(mode: WithoutMemory, func: Any, args: Any, kwargs: Any) -> Any:
-    if mode.pretence.has_values(args[0]):
-        return func(*args, **kwargs)
+    if mode.pretence.has_values(args[0]) or mode._is_absent(args[0]):
+        return truthful(func, *args, **kwargs)  # on meta torch raises
     if args[0].is_floating_point():
         return float("nan")
     return refuse("reads the value of a tensor")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from tilework.comm.per_call.internal import lacks_memory
 from tilework.dtensor.internal import (
     AskedCall,
     DTensorArg,
@@ -133,7 +134,7 @@ def trace(
         moved = _on_meta(args), _on_meta(kwargs)
         return _traced(_with_tensors(model, map(_on_meta, contents)), mesh, *moved)
     except Exception:  # the model reads values
-        if any(tensor.is_meta for tensor in contents):
+        if any(map(lacks_memory, contents)):
             raise
         return _traced(_with_tensors(model, contents), mesh, args, kwargs)
 
