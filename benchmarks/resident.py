@@ -1,15 +1,18 @@
 """The resident peak of real ranks beside the peak that a plan counts.
 
-    tilework run -n 2 benchmarks/resident.py
+    tilework run -n 2 benchmarks/resident.py ddp --width 2048
+    MALLOC_MMAP_THRESHOLD_=131072 tilework run -n 2 benchmarks/resident.py ddp
 
-A rank's resident memory is that of Python, torch and tilework once the job has started, plus the
+The second returns each freed tensor to the system at once: the rest is no tensor. A rank's resident memory is that of Python, torch and tilework once the job has started, plus the
 peak that is counted, plus what allocators and libraries take beside tensors: the error.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,40 +22,44 @@ import tilework.distributed as dist
 from tilework.parallel import DistributedDataParallel, fully_shard
 from tilework.plan import pretend
 
-WIDTH, LAYERS, ROWS = 2048, 6, 1024
+LAYERS = 6
 
 
-def _model() -> nn.Sequential:
-    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
-    return nn.Sequential(*blocks)
+def _model(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(LAYERS))
+    )
 
 
-def _steps(model: nn.Module, cast: bool = False) -> None:
+def _steps(model: nn.Module, rows: int, cast: bool = False) -> None:
+    width = next(model.parameters()).shape[-1]
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+            loss = model(torch.randn(rows, width)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def ddp() -> None:
-    _steps(DistributedDataParallel(_model()))
+def ddp(width: int, rows: int) -> None:
+    _steps(DistributedDataParallel(_model(width)), rows)
 
 
-def sharded() -> None:
-    model = _model()
+def sharded(width: int, rows: int) -> None:
+    model = _model(width)
     for block in model:
         fully_shard(block)
-    _steps(fully_shard(model))
+    _steps(fully_shard(model), rows)
 
 
-def mixed() -> None:
-    _steps(DistributedDataParallel(_model()), cast=True)
+def mixed(width: int, rows: int) -> None:
+    _steps(DistributedDataParallel(_model(width)), rows, cast=True)
 
 
-PROGRAMS: tuple[Callable[[], None], ...] = (ddp, sharded, mixed)
+PROGRAMS: dict[str, Callable[[int, int], None]] = {
+    each.__name__: each for each in (ddp, sharded, mixed)
+}
 
 
 def _megabytes(name: str) -> float:
@@ -63,22 +70,30 @@ def _megabytes(name: str) -> float:
 
 
 def main() -> None:
-    """Each program in turn, on this rank; the plan of each, on rank 0."""
+    """A program on this rank, and the plan of it on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", choices=list(PROGRAMS))
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=1024)
+    options = parser.parse_args()
+    program = partial(PROGRAMS[options.program], options.width, options.rows)
     dist.init_process_group()
-    _steps(nn.Linear(WIDTH, 4))  # libraries load
-    ranks = dist.get_world_size()
-    for program in PROGRAMS:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far
-        before = _megabytes("VmRSS")
-        program()
-        real = _megabytes("VmHWM")
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"{program.__name__}: resident {real:.0f} MB, {before:.0f} MB of it before")
+    _steps(nn.Linear(options.width, options.width), 64)  # libraries load
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far
+    before = _megabytes("VmRSS")
+    program()
+    peak, shared = _megabytes("VmHWM") - before, _megabytes("RssShmem")
+    dist.barrier()
     dist.destroy_process_group()
-    for program in PROGRAMS:
+    if rank == 0:
         with pretend(ranks=ranks) as job:
-            print(f"{program.__name__}: counted {job.run(program).worst.peak.bytes / 1e6:.0f} MB")
+            counted = job.run(program).worst.peak.bytes / 1e6
+        print(
+            f"{options.program}, {options.width} wide, {ranks} ranks: {before:.0f} MB before, then "
+            f"{peak:.0f} MB, of it {shared:.0f} shared; counted {counted:.0f} MB: "
+            f"{peak / counted - 1:+.0%}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.internal import lacks_memory
 from tilework.dtensor.internal import (
@@ -159,9 +160,13 @@ def _traced(
     model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Trace:
     recorder = _Recorder(mesh)
-    recorder.follow(model)
-    with torch.no_grad(), recorder:
-        output = model.eval()(*args, **kwargs)  # without dropout
+    hooks = recorder.follow(model)
+    try:
+        with torch.no_grad(), recorder:
+            output = model.eval()(*args, **kwargs)  # without dropout
+    finally:
+        for hook in hooks:  # else tensors of the forward stay until garbage is collected
+            hook.remove()
     made = recorder.trace
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor):
@@ -181,10 +186,15 @@ class _Recorder(TorchFunctionMode):
 
     # -- modules -----------------------------------------------------------------------------
 
-    def follow(self, model: nn.Module) -> None:
+    def follow(self, model: nn.Module) -> list[RemovableHandle]:
+        """Register hooks that note which module computes, and the weights and outputs of layers."""
+        hooks = []
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda m, _, n=name: self._enter(n, m))
-            module.register_forward_hook(self._leave)
+            hooks += [
+                module.register_forward_pre_hook(lambda m, _, n=name: self._enter(n, m)),
+                module.register_forward_hook(self._leave),
+            ]
+        return hooks
 
     def _enter(self, name: str, module: nn.Module) -> None:
         self._within.append(name)
