@@ -159,7 +159,7 @@ def _norms_of_ranks(
         own.append(
             (None if mesh is None else _ranks_of(mesh), None if norm is None else norm.cpu())
         )
-    group = current_world().state(_Groups).of(ranks)
+    group = current_world().state(GroupsOfRanks).of(ranks)
     everyone: list[Any] = [None] * len(ranks)
     all_gather_object(everyone, own, group=group)
     lists = [[of for of, _ in each] for each in everyone]
@@ -179,8 +179,8 @@ def _norms_of_ranks(
 
 
 @dataclass(eq=False)
-class _Groups:
-    """The groups in which ranks of several meshes exchange norms, by the groups' global ranks."""
+class GroupsOfRanks:
+    """The groups in which ranks of several meshes, or stages, meet; by the groups' global ranks."""
 
     #: The keys are sorted global ranks. The default group, which has all ranks, is never in here.
     known: dict[tuple[int, ...], Any] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -14,12 +14,12 @@ from torch.amp import GradScaler
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilework.comm.contract import ReduceOp
-from tilework.comm.operations.internal import agree, all_reduce, broadcast, irecv, isend
+from tilework.comm.operations.internal import agree, all_reduce, broadcast
 from tilework.comm.per_call.internal import unrecorded
-from tilework.comm.world import get_rank
+from tilework.comm.world import current_world, get_rank
 from tilework.mesh import DeviceMesh
 from tilework.models import check_is_module
-from tilework.parallel.clip_grad import PartOfParameters
+from tilework.parallel.clip_grad import GroupsOfRanks, PartOfParameters
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.data_parallel.outputs import leaves_of_graph
@@ -196,14 +196,14 @@ class Stages(nn.Module):
         self.first_names = {
             name: first for each in tied for name in each for first in each if first in listed
         }
-        #: Parameters that other ranks have, too: the name here, the ranks, a tag for messages.
-        self._ties: list[tuple[str, list[int], int]] = []
-        for tag, names in enumerate(tied, len(schedule.messages)):
+        #: Parameters that other ranks have, too: the name here, and the ranks, the first one first.
+        self._ties: list[tuple[str, list[int]]] = []
+        for names in tied:
             of_rank: dict[int, str] = {}
             for name in names:
                 of_rank.setdefault(schedule.home[stage_of(name, split)], name)
             if self._rank in of_rank and len(of_rank) > 1:
-                self._ties.append((of_rank[self._rank], list(of_rank), tag))
+                self._ties.append((of_rank[self._rank], list(of_rank)))
         self._steps = self._evaluations = 0
         #: Runs stages as programs; None: as they are.
         self.captured: CapturedStages | None = None
@@ -249,7 +249,7 @@ class Stages(nn.Module):
     def parameters(self, recurse: bool = True) -> Any:
         """The parameters of this rank's stages, for optimizers and ``clip_grad_norm_``. Local."""
         mine = [parameter for _, parameter in self.named_parameters()]
-        others = {id(each) for each, ranks, _ in self._tied() if ranks[0] != self._rank}
+        others = {id(each) for each, ranks in self._tied() if ranks[0] != self._rank}
         return PartOfParameters(mine, others, self._group)
 
     def children(self) -> Iterator[nn.Module]:
@@ -481,44 +481,32 @@ class Stages(nn.Module):
 
     # -- gradients -----------------------------------------------------------------------
 
-    def _tied(self) -> list[tuple[nn.Parameter, list[int], int]]:
-        """The parameters that other ranks have, too, with the ranks, and a tag for messages."""
+    def _tied(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """The parameters that other ranks have, too, with the ranks."""
         here = dict(self.named_parameters(remove_duplicate=False)) if self._ties else {}
-        return [(here[name], ranks, tag) for name, ranks, tag in self._ties]
+        return [(here[name], ranks) for name, ranks in self._ties]
 
     @contextmanager
     def _ties_summed(self) -> Iterator[None]:
         """A context that sums gradients of tied parameters over the stages that have them."""
-        ties = [each for each in self._tied() if each[0].requires_grad]
-        earlier = [parameter.grad for parameter, _, _ in ties]
+        ties = [(each, each.grad, ranks) for each, ranks in self._tied() if each.requires_grad]
         for parameter, _, _ in ties:
             parameter.grad = None
         try:
             yield
         except BaseException:
-            for (parameter, _, _), before in zip(ties, earlier, strict=True):
+            for parameter, before, _ in ties:
                 parameter.grad = before
             raise
-        for (parameter, ranks, tag), before in zip(ties, earlier, strict=True):
+        groups = current_world().state(GroupsOfRanks)
+        for parameter, before, ranks in ties:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            group = groups.of(sorted(self._group.global_ranks[each] for each in ranks))
             for local in local_tensors(parameter.grad):
-                self._sum(local, ranks, tag)
+                all_reduce(local, group=group)
             if before is not None:
                 parameter.grad.add_(before)
-
-    def _sum(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> None:
-        mine = tensor.detach().clone(memory_format=torch.contiguous_format)
-        others = [each for each in ranks if each != self._rank]
-        parts = {self._rank: mine} | {each: torch.empty_like(mine) for each in others}
-        given: Any = {"group": self._group, "tag": tag}
-        works = [irecv(parts[each], group_src=each, **given) for each in others]
-        works += [isend(mine, group_dst=each, **given) for each in others]
-        for work in works:
-            if work is not None:
-                work.wait()
-        first, *rest = [parts[each] for each in ranks]
-        tensor.copy_(sum(rest, start=first))
 
     def _agree_on_overflow(self) -> None:
         """Let gradients that are not finite on one rank stop the optimizers of all ranks."""
