@@ -87,8 +87,7 @@ class CompiledFunction:
 
     def __init__(self, function: Callable[..., Any], backend: str, cuts: bool = False) -> None:
         self._function, self._backend, self._cuts = function, backend, cuts
-        #: The last call, if a program with a cut backward pass ran; else None.
-        self.last: CutCall | None = None
+        self._last: CutCall | None = None
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
         self._name = getattr(function, "__name__", type(function).__name__)
         self.forget()
@@ -104,7 +103,7 @@ class CompiledFunction:
         self._is_warm = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.last = None
+        self._last = None
         if current_recorder() is not None:
             return self._function(*args, **kwargs)
         if not self._is_warm:
@@ -134,10 +133,15 @@ class CompiledFunction:
                 return self._record(key, leaves, args, kwargs)
             result, call = passes.run(inputs, leaves)
             if result is not NOT_CURRENT:
-                self.last = call if self._cuts else None
+                self._last = call if self._cuts else None
                 return result
         self._ranks.decide(Way.RECORD)
         return self._record(key, leaves, args, kwargs)
+
+    def take_last(self) -> CutCall | None:
+        """The last call, once, if a program with a cut backward pass ran; else None."""
+        last, self._last = self._last, None
+        return last
 
     def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         every = [passes for known in self._passes.values() for passes in known]

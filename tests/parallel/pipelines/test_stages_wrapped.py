@@ -166,9 +166,12 @@ def test_checkpoints_of_a_pipeline_load_with_any_number_of_stages(tmp_path: Path
         assert run_ranks(ranks, program, ranks, True)[0] == pytest.approx(losses, rel=1e-6)
 
 
-def test_a_captured_step_has_the_losses_of_the_step() -> None:
+@pytest.mark.parametrize(
+    ("plan", "how"), [(one_f_one_b(2, 3), None), (Schedule.zero_bubble(2, 3), "python")]
+)
+def test_a_captured_step_has_the_losses_of_the_step(plan: Schedule, how: Any) -> None:
     def program(rank: int, captures: bool) -> list[float]:
-        stages = stages_of(seeded(), one_f_one_b(2, 3))
+        stages = stages_of(seeded(), plan, capture=how)
         optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
 
         def step(x: Tensor, target: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-from weakref import ref
+from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -61,29 +61,36 @@ def _checked(value: Tensor, stage: int, crossing: Any, trains: bool) -> Tensor:
     return value
 
 
+#: The programs of a rank's stages, by stage, and identity of module and route, with the module's
+#: call by the program. They are no state of a step that is captured as a whole.
+_programs: Final[WeakKeyDictionary[CapturedStages, dict[tuple[int, int, int], Any]]] = (
+    WeakKeyDictionary()
+)
+
+
 class CapturedStages:
     """Runs forwards of a rank's stages as programs, whose backward may be cut in two."""
 
     def __init__(self, backend: str, cuts: bool) -> None:
         self._backend, self._cuts = backend, cuts
-        #: By stage, and identity of module and route: the program, and the module's call by it.
-        self._programs: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        _programs[self] = {}
 
     def run(
         self, part: nn.Module, stage: int, route: Route, given: Sequence[Any], kwargs: Any
     ) -> tuple[Any, Any]:
         """The result of a stage; and the call, if a program with a cut backward pass ran."""
         inner: Any = part.module if isinstance(part, DistributedDataParallel) else part
-        key = stage, id(inner), id(route)
-        if key not in self._programs:
-            self._programs[key] = self._captured(inner, stage, route)
-        program, as_module = self._programs[key]
+        known, key = _programs[self], (stage, id(inner), id(route))
+        if key not in known:
+            known[key] = self._captured(inner, stage, route)
+        program, as_module = known[key]
         if inner is part:
-            return program(*given, **kwargs), program.last
+            return program(*given, **kwargs), program.take_last()
         count = len(route.cuts[stage - 1]) if stage else 0
         before, inner._compiled_call_impl = inner._compiled_call_impl, as_module
         try:
-            return part((route, *given[:count]), *given[count:], **kwargs), program.last
+            made = part((route, *given[:count]), *given[count:], **kwargs)
+            return made, program.take_last()
         finally:
             inner._compiled_call_impl = before
 

@@ -178,11 +178,6 @@ class Schedule:
             live: The most live activations of a rank, or of each rank. By default as many as 1F1B
                 would have.
             split: True to cut backward in two.
-
-        Example:
-            >>> small_ends = [(1, 1, 1), (2, 2, 2), (1, 1, 1)]
-            >>> print(Schedule.of_costs([0, 1, 0], 6, small_ends, split=True).bubble)
-            0.0
         """
         _check_home(home)
         _check_count(microbatches=microbatches)

@@ -243,8 +243,8 @@ class GhostWalk(Walk):
 
     def __init__(self, split: Split, device: torch.device) -> None:
         super().__init__(split, device)
-        self.route = Route(arguments=[{} for _ in range(split.stages)])
-        self.route.local = [[] for _ in range(split.stages)]
+        stages = range(split.stages)
+        self.route = Route(arguments=[{} for _ in stages], local=[[] for _ in stages])
         #: Units and parameters of containers, in the order of first uses.
         self.order: list[str] = []
         #: Ghosts that later stages use.
@@ -421,10 +421,10 @@ class StageWalk(Walk):
                     self.values[crossing.key] = [leaves[crossing.key[2]]]
             return result
         with torch._C._DisableTorchDispatch():
-            aliases = [x.detach() if isinstance(x, Tensor) else x for x in calls[number].leaves]
-        leaves = [
-            Ghost(x, self.device, gate.stage) if isinstance(x, Tensor) else x for x in aliases
-        ]
+            leaves = [
+                Ghost(x.detach(), self.device, gate.stage) if isinstance(x, Tensor) else x
+                for x in calls[number].leaves
+            ]
         for leaf, value in enumerate(leaves):
             self.values["call", number, leaf] = [value]
         return calls[number].spec.unflatten(leaves)
