@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,15 @@ from tilework.plan.unknown import Decisions, RunAgain
 _MOST_PASSES = 3
 
 
-#: By rank, the run and the report on it.
-_Runs = dict[int, tuple[RankRun, RankReport]]
+class _Ran(NamedTuple):
+    """The run of a rank, what it computed, and the report."""
+
+    run: RankRun
+    work: Workload
+    report: RankReport
+
+
+_Runs = dict[int, _Ran]
 
 
 @dataclass(frozen=True)
@@ -128,19 +135,20 @@ class PlannedJob:
             if number and not job.values.begin_pass():
                 break
             for rank in which if only is None else [only]:
-                runs[rank] = run, _ = self._run_rank(how, rank, job)
+                runs[rank] = self._run_rank(how, rank, job)
                 if len(which) == 1 and not number:
+                    run = runs[rank].run
                     which += [
                         r for r in kinds_of(run.meshes, run.calls, self.ranks, how.alike) if r
                     ]
-        calls = {rank: run.calls for rank, (run, _) in runs.items()}
-        works = {rank: run.work for rank, (run, _) in runs.items()}
+        calls = {rank: each.run.calls for rank, each in runs.items()}
+        works = {rank: each.work for rank, each in runs.items()}
         times = rank_times(calls, works, self.cluster, self._is_between_hosts)
         report = PlanReport(
             self.ranks,
             self.hosts,
             self.cluster,
-            [replace(runs[rank][1], time=times[rank]) for rank in sorted(runs)],
+            [replace(runs[rank].report, time=times[rank]) for rank in sorted(runs)],
             mismatches_of(calls),
             everyone=len(runs) == self.ranks,
         )
@@ -151,8 +159,11 @@ class PlannedJob:
         rank = decisions.asked[site]
         try:
             _, others = self._planned(how, decisions.other(site), rank)
-            (run, here), (other, there) = runs[rank], others[rank]
-            if (run.calls, here.peak.bytes) == (other.calls, there.peak.bytes):
+            here, there = runs[rank], others[rank]
+            if (here.run.calls, here.report.peak.bytes) == (
+                there.run.calls,
+                there.report.peak.bytes,
+            ):
                 return Branch(site)
             report, _ = self._planned(how, decisions.other(site))
         except KeyboardInterrupt:
@@ -161,14 +172,12 @@ class PlannedJob:
             return Branch(site, ends=f"{type(error).__name__}: {error}")
         return Branch(site, report)
 
-    def _run_rank(self, how: _Program, rank: int, job: PretendedJob) -> tuple[RankRun, RankReport]:
+    def _run_rank(self, how: _Program, rank: int, job: PretendedJob) -> _Ran:
         while True:
             memory, work = MemoryByUse(), Workload(self.cluster)
             try:
-                around = _both(work, memory)
-                run = run_rank(how.program, rank, job, around, [work.note], is_script=how.is_script)
-                run.work = work
-                return run, self._reported(run, memory)
+                run = run_rank(how.program, rank, job, (work, memory), how.is_script)
+                return _Ran(run, work, self._reported(run, memory))
             except RunAgain:
                 job.decisions.asked.clear()
 
@@ -201,14 +210,6 @@ class PlannedJob:
     def _is_between_hosts(self, call: PretendedCall) -> bool:
         ends = min(call.ranks), max(call.ranks)
         return len({place_of(rank, self.ranks, self.hosts)[2] for rank in ends}) > 1
-
-
-@contextmanager
-def _both(*modes: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        yield
 
 
 @contextmanager

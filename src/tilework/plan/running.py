@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +21,9 @@ from tilework.comm.per_call.internal import (
 )
 from tilework.comm.world import World, current_world, own_world
 from tilework.errors import PretendError
+from tilework.inspect import MemoryByUse
 from tilework.mesh.internal import meshes_of_rank
 from tilework.plan.attention import attention_as_on
-from tilework.plan.cluster import Cluster
 from tilework.plan.kinds import PlacedMesh, axis_of
 from tilework.plan.replacing import replaced
 from tilework.plan.tensors import WithoutMemory
@@ -52,16 +51,10 @@ class RankRun:
     meshes: list[PlacedMesh] = field(default_factory=list)
     #: The meetings in which the rank has made groups.
     meetings: list[MeetingCost] = field(default_factory=list)
-    #: The result of the program.
-    result: Any = None
     #: The reason for which the rank stopped after it had left the job; "" if it ran to the end.
     stopped: str = ""
     #: What was assumed of values that only a real run has.
     assumed: set[str] = field(default_factory=set)
-    #: The seconds that pretending took.
-    seconds: float = 0.0
-    #: What the rank computes.
-    work: Workload = field(default_factory=lambda: Workload(Cluster()))
 
     def axis_of(self, call: PretendedCall) -> str:
         """The axis of a mesh along which a call runs."""
@@ -69,18 +62,16 @@ class RankRun:
 
 
 def run_rank(
-    program: Callable[[], Any],
+    program: Callable[[], None],
     rank: int,
     job: PretendedJob,
-    around: AbstractContextManager[Any] | None = None,
-    listeners: Sequence[Callable[[PretendedCall], None]] = (),
+    counting: Sequence[Workload | MemoryByUse],
     is_script: bool = True,
 ) -> RankRun:
     """Run ``program`` as one rank of a job. Blocks; starts no process.
 
-    It runs in the context ``around``; ``listeners`` are called with each of the rank's calls. A
-    script makes the default group; else the group is there. Raises PretendError if the program
-    needs a value that only a real run has.
+    The modes ``counting`` see what it computes. A script makes the default group; else the group is
+    there. Raises PretendError if the program needs a value that only a real run has.
     """
     run = RankRun(rank)
     pretence = Pretence(rank, job.ranks, job.hosts, job.device.type, job.values)
@@ -90,9 +81,9 @@ def run_rank(
         """Keep the meshes, which would end with their last tensors."""
         meshes.update((id(mesh), mesh) for mesh in meshes_of_rank())
 
-    pretence.listeners += [look, *listeners]
+    pretence.listeners += [look, *(each.note for each in counting if isinstance(each, Workload))]
     run.calls, run.assumed = pretence.calls, pretence.assumed
-    world, begun = World(), time.perf_counter()
+    world = World()
     with ExitStack() as stack:
         for context in (
             own_world(world),
@@ -108,8 +99,10 @@ def run_rank(
             if not is_script:
                 init_process_group()
                 pretence.is_early = True
-            with around or nullcontext():
-                run.result = program()
+            with ExitStack() as modes:
+                for mode in counting:
+                    modes.enter_context(mode)
+                program()
             look()
         except PretendError as error:
             # A rank that has left the job may check, draw or write whatever it likes.
@@ -121,7 +114,6 @@ def run_rank(
             inside = [mesh for mesh in meshes.values() if mesh.get_coordinate() is not None]
             run.meshes = [PlacedMesh.of(mesh, rank) for mesh in inside]
             current_world().end()
-    run.seconds = time.perf_counter() - begun
     return run
 
 
