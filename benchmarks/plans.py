@@ -70,28 +70,28 @@ def _llama(layers: int, width: int, inner: int, heads: int) -> Callable[[], nn.M
     )
 
 
-_TITAN = "https://github.com/pytorch/torchtitan (docs/performance.md)"
-_BRIDGE = (
-    "https://docs.nvidia.com/nemo/megatron-bridge/nightly/apidocs/bridge/"
-    "bridge.perf_recipes.llama.h100.llama3.html"
+_TITAN = (
+    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 )
+_BRIDGE = (
+    "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary.md (25.11)"
+)
+_NEMO = "https://github.com/NVIDIA/NeMo/blob/main/nemo/collections/llm/recipes/mixtral_8x7b.py"
 CASES = {
     "gpt2": Case(_made("GPT2"), 1024, {}),
     "llama-8b": Case(
         _llama(32, 4096, 14336, 32),
         8192,
-        {
-            8: f"fsdp 8, selective recomputing, 2 rows a rank, 82.4 GiB ({_TITAN}); "
-            f"cp 2 ({_BRIDGE})",
-            64: f"fsdp 64, selective recomputing, 1 row a rank ({_TITAN})",
-        },
+        {8: f"fsdp 8, selective recomputing, 2 rows a rank, 82.4 GiB ({_TITAN}); fsdp ({_BRIDGE})"},
     ),
     "llama-70b": Case(
-        _llama(80, 8192, 28672, 64),
-        8192,
-        {64: f"fsdp 64, full recomputing ({_TITAN}); tp 4, pp 4, cp 2 ({_BRIDGE})"},
+        _llama(80, 8192, 28672, 64), 8192, {64: f"tp 4, pp 8, interleaved by 5 ({_BRIDGE})"}
     ),
-    "mixtral-8x7b": Case(_made("Mixtral", max_position_embeddings=4096), 4096, {}),
+    "mixtral-8x7b": Case(
+        _made("Mixtral", max_position_embeddings=4096),
+        4096,
+        {64: f"ep 8, pp 4, interleaved by 8 ({_NEMO})"},
+    ),
 }
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilework.cores import usable_cores
 from tilework.plan.cluster import Cluster
-from tilework.plan.timing import Workload, is_view
+from tilework.plan.timing import Workload, now
 
 #: Widths of the blocks that are measured, the rows of their inputs, and tokens of each row.
 _SIZES = ((64, 2, 32), (128, 4, 64), (256, 4, 64), (512, 4, 64))
@@ -64,11 +61,6 @@ def _message_prices(messages: Sequence[Measurement]) -> tuple[float, float]:
     return min(best.values()), statistics.median(long)
 
 
-def _now() -> float:
-    """Seconds of this thread where it computes alone, which others on the machine do not add to."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
 @dataclass(frozen=True)
 class _Case:
     """A block's step: the operators, the least seconds of each, and of a whole step."""
@@ -76,23 +68,6 @@ class _Case:
     work: Workload
     least: list[float]
     seconds: float
-
-
-class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The seconds of each operator that a workload counts."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: list[float] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        begun = _now()
-        result = func(*args, **(kwargs or {}))
-        if not is_view(func):
-            self.seconds.append(_now() - begun)
-        return result
 
 
 def _case(width: int, rows: int, tokens: int) -> _Case:
@@ -108,16 +83,15 @@ def _case(width: int, rows: int, tokens: int) -> _Case:
         optimizer.step()
 
     step()
-    with Workload(Cluster()) as work:
-        step()
-    least, seconds = [float("inf")] * len(work.operators), float("inf")
+    runs, seconds = [], float("inf")
     for _ in range(_REPEATS):
-        begun = _now()
+        begun = now()
         step()
-        seconds = min(seconds, _now() - begun)
-        with _Stopwatch() as watch:
+        seconds = min(seconds, now() - begun)
+        with Workload(Cluster()) as work:
             step()
-        least = list(map(min, least, watch.seconds))
+        runs.append(work.took)
+    least = [min(times) for times in zip(*runs, strict=True)]
     return _Case(work, least, seconds)
 
 

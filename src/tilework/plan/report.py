@@ -15,6 +15,9 @@ from tilework.show import Page, TextTable, bytes_text, count_text
 
 #: The most modules in the table of memory.
 _MOST_ROWS = 12
+#: By how much the memory of a process was more than the counted peak, at most, with all runs of
+#: benchmarks/resident.py on a CPU: bytes, and a part of the peak.
+_PROCESS, _MORE, _PART = 320_000_000, 60_000_000, 0.36
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,13 @@ class PlanReport:
         return limit is None or self.worst.peak.bytes <= limit
 
     @property
+    def most_resident(self) -> int:
+        """The bytes that the process of the worst rank takes on a CPU, at most, as measured: with
+        Python and libraries, memory that the allocator keeps, and pages that ranks share.
+        """
+        return _PROCESS + _MORE + int((1 + _PART) * self.worst.peak.bytes)
+
+    @property
     def is_good(self) -> bool:
         """True if memory suffices, and no rank parts from the others, on all ways."""
         others = [each.report for each in self.branches if each.report is not None]
@@ -219,8 +229,14 @@ class PlanReport:
         uses = ", ".join(f"{use} {bytes_text(n)}" for use, n in peak.by_use().items() if n)
         by = Counter(peak.by).most_common(_MOST_ROWS)
         rows = [(module or "-", use, bytes_text(n)) for (module, use), n in by]
+        process = (
+            f"its process: at most {bytes_text(self.most_resident)} (measured on CPUs: Python and "
+            f"libraries {bytes_text(_PROCESS)}; allocator and shared pages up to "
+            f"{bytes_text(_MORE)} and {_PART:.0%} of the peak)"
+        )
         return [
             f"memory: at most {bytes_text(peak.bytes)}{of}, on rank {self.worst.rank} ({uses})",
+            *([process] if self.cluster.device == "cpu" else []),
             TextTable(("module", "use", "bytes"), rows, {2}),
         ]
 

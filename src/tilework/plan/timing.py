@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +64,8 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: The place of the first call, and the seconds, from which on time counts.
         self.begun = 0, 0.0
         self.operators: list[CountedOperator] = []
+        #: By operator, the seconds that it took here.
+        self.took: list[float] = []
 
     def note(self, _: PretendedCall) -> None:
         """Note how far the rank is when it makes a call."""
@@ -75,10 +78,11 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, begun = kwargs or {}, now()
         result = func(*args, **kwargs)
-        if is_view(func):
+        if _is_view(func):
             return result
+        self.took.append(now() - begun)
         flops = 0
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -91,8 +95,13 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def now() -> float:
+    """Seconds of this thread where it computes alone, which others on the machine do not add to."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 @cache
-def is_view(func: Any) -> bool:
+def _is_view(func: Any) -> bool:
     """True for operators that only look at memory."""
     of = [each.alias_info for each in func._schema.returns]
     looks = bool(of) and all(each is not None and not each.is_write for each in of)
