@@ -31,6 +31,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import tilework.distributed as dist
 import tilework.torch_backend  # noqa: F401  # registers the backend
+from tilework.capture import capture
 from tilework.mesh import init_device_mesh
 from tilework.parallel import Schedule, pipeline
 from tilework.testing import run_ranks
@@ -38,9 +39,9 @@ from tilework.testing import run_ranks
 WIDTH, ROWS, WARM_UP = 64, 2, 3
 _LIMIT = timedelta(minutes=10)
 GLOO, PLUGIN, OWN = "torch on Gloo", "torch on tilework", "tilework"
-PYTHON, INDUCTOR = "captured", "captured by Inductor"
+PYTHON, INDUCTOR, WHOLE = "captured", "captured by Inductor", "step captured"
 #: By way, torch's backend; None: tilework's own pipeline.
-WAYS = {GLOO: "gloo", PLUGIN: "tilework", OWN: None, PYTHON: None, INDUCTOR: None}
+WAYS = {GLOO: "gloo", PLUGIN: "tilework", OWN: None, PYTHON: None, INDUCTOR: None, WHOLE: None}
 CAPTURE: dict[str, Any] = {OWN: None, PYTHON: "python", INDUCTOR: "inductor"}
 #: The maker of each schedule here, torch's class, and the stages of a rank.
 KINDS: dict[str, tuple[Callable[[int, int], Schedule], str, int]] = {
@@ -98,16 +99,21 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def own_step(
-    kind: str, model: nn.Sequential, microbatches: int, capture: Any
-) -> Callable[[], object]:
+def own_step(kind: str, model: nn.Sequential, microbatches: int, way: str) -> Callable[[], object]:
     """A step of tilework's pipeline."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     plan = KINDS[kind][0](ranks, microbatches)
-    stages = pipeline(model, mesh, schedule=plan, capture=capture)
+    cuts = any(action.kind == "weights" for action in plan.actions[0])
+    how = "python" if way == WHOLE and cuts else CAPTURE.get(way)
+    stages = pipeline(model, mesh, schedule=plan, capture=how)
     x = torch.ones(ROWS * microbatches, WIDTH)
-    return lambda: stages.step(x, target=x, loss=square)
+
+    def step(x: Tensor) -> Tensor:
+        return stages.step(x, target=x, loss=square, weight="rows")
+
+    run = capture(step) if way == WHOLE else step
+    return lambda: run(x)
 
 
 def torch_step(kind: str, model: nn.Sequential, microbatches: int) -> Callable[[], object]:
@@ -144,7 +150,7 @@ def turn(library: Any, step: Callable[[], object], steps: int) -> float:
 
 def is_measured(kind: str, way: str, sleep: float) -> bool:
     """True for ways that exist: a program does not sleep, and a backward in two is captured."""
-    return not (sleep and way in (PYTHON, INDUCTOR)) and not (
+    return not (sleep and way in (PYTHON, INDUCTOR, WHOLE)) and not (
         way == OWN and kind in ("zero bubble", "ZB-V")
     )
 
@@ -159,7 +165,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> Times:
             continue
         model = model_of(KINDS[kind][2] * options.ranks, options.sleep / 1000)
         if backend is None:
-            step = own_step(kind, model, options.microbatches, CAPTURE[way])
+            step = own_step(kind, model, options.microbatches, way)
             taken = turn(dist, step, options.steps)
         else:
             where = f"file://{folder}/{at}-{kind}-{way}".replace(" ", "-")
