@@ -355,3 +355,8 @@ def test_a_step_without_gradients_is_refused() -> None:
 def test_an_example_that_is_neither_tuple_nor_dict_is_refused(example: Any) -> None:
     with pytest.raises(TypeError, match=r"in a tuple or by name in a dict: got (list|Tensor)"):
         run_ranks(2, lambda _: stages_of(seeded(), one_f_one_b(2, 2), example=example))
+
+
+def test_other_models_on_ranks_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"pipeline\(\) needs the same parameters .* rank 1"):
+        run_ranks(2, lambda rank: stages_of(Listed(4 + rank), one_f_one_b(2, 2)))

@@ -67,6 +67,7 @@ def check_replicas(
     ignored: Sequence[str] = (),
     *,
     values: Container[str] = (),
+    of: str = "DistributedDataParallel",
 ) -> None:
     """Raise ValueError if named parameters differ between ranks. Collective; blocks."""
 
@@ -81,7 +82,8 @@ def check_replicas(
     reference = mine[0]
     for rank, theirs in zip(group.global_ranks, mine, strict=True):
         if theirs != reference:
-            raise ValueError(_difference(group.global_ranks[0], reference, rank, theirs))
+            difference = _difference(group.global_ranks[0], reference, rank, theirs)
+            raise ValueError(f"{of} needs the same parameters on all ranks, but {difference}")
 
 
 def described(parameter: Tensor, values: bool) -> str:
@@ -99,16 +101,15 @@ def described(parameter: Tensor, values: bool) -> str:
 def _difference(
     first: int, reference: list[tuple[str, str]], rank: int, theirs: list[tuple[str, str]]
 ) -> str:
-    start = "DistributedDataParallel needs the same parameters on all ranks, but "
     for (name, one), (other_name, other) in zip(reference, theirs, strict=False):
         if name != other_name:
-            return f"{start}where rank {first} has {name}, rank {rank} has {other_name}"
+            return f"where rank {first} has {name}, rank {rank} has {other_name}"
         if one != other:
-            return f"{start}{name} is {one} on rank {first} and {other} on rank {rank}"
+            return f"{name} is {one} on rank {first} and {other} on rank {rank}"
     more, fewer = (first, rank) if len(reference) > len(theirs) else (rank, first)
     longer, at = max(reference, theirs, key=len), min(len(reference), len(theirs))
     return (
-        f"{start}rank {first} has {len(reference)} of them and rank {rank} {len(theirs)}: rank "
+        f"rank {first} has {len(reference)} of them and rank {rank} {len(theirs)}: rank "
         f"{fewer} lacks {longer[at][0]}, which rank {more} has"
     )
 

@@ -119,7 +119,7 @@ def pipeline(
         twin = Twin(model, together, torch.device(mesh.device_type))
         dealt = split_model(model, cuts, twin.order(args, kwargs))
     tied = {name for names in tied_names(model, dealt) for name in names}
-    check_replicas([*model.named_parameters()], group, values=tied)
+    check_replicas([*model.named_parameters()], group, values=tied, of="pipeline()")
     for theirs in agree(lambda: [str(dealt), str(schedule)], group):
         if theirs != [str(dealt), str(schedule)]:
             raise ValueError("ranks called pipeline() with different splits or schedules")
