@@ -190,7 +190,7 @@ def _on_ghosts(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     try:
         result = call_on_meta(func, *lowered)
     except (NotImplementedError, RuntimeError) as error:
-        text = str(error)
+        text = str(error).lower()
         if "meta" not in text and "data-dependent" not in text:
             raise
         raise RuntimeError(
