@@ -40,7 +40,9 @@ class NonblockingOutput:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._pending: deque[memoryview] = deque()
-        self._pending_bytes = 0
+        #: Bytes not written yet.
+        #: Bytes not written yet.
+        self.pending_bytes = 0
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._piece = _FILE_PIECE_BYTES if stat.S_ISREG(os.fstat(fd).st_mode) else _PIECE_BYTES
@@ -51,14 +53,10 @@ class NonblockingOutput:
         """The descriptor, to wait for until :meth:`pump` can continue."""
         return self._fd
 
-    @property
-    def pending_bytes(self) -> int:
-        return self._pending_bytes
-
     def write(self, data: bytes) -> None:
         if data and self.broken is None:
             self._pending.append(memoryview(data))
-            self._pending_bytes += len(data)
+            self.pending_bytes += len(data)
             self.pump()
 
     def pump(self) -> None:
@@ -86,9 +84,9 @@ class NonblockingOutput:
         except OSError as error:
             self.broken = error
             self._pending.clear()
-            self._pending_bytes = 0
+            self.pending_bytes = 0
             return
-        self._pending_bytes -= written
+        self.pending_bytes -= written
         if written == len(head):
             self._pending.popleft()
         else:
