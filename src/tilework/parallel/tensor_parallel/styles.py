@@ -315,22 +315,10 @@ class PrepareModuleInput(_WithoutParameters):
         ValueError: Layouts and desired layouts do not match; or, on forward, there are not as many
             inputs as layouts.
 
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tilework.layout import Replicate, Shard
-        >>> from tilework.mesh import init_device_mesh
-        >>> from tilework.parallel import PrepareModuleInput, parallelize_module
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     whole = PrepareModuleInput(
-        ...         input_layouts=Shard(0), desired_input_layouts=Replicate()
-        ...     )
-        ...     module = parallelize_module(nn.Tanh(), mesh, whole)
-        ...     return module(torch.ones(5, 3)).to_local().shape
-        >>> run_ranks(2, program)[0]
-        torch.Size([10, 3])
+    Example::
+
+        # Each rank gives rows of the sequence, and the module gets all of them.
+        PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     """
 
     def __init__(
