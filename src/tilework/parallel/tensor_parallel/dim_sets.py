@@ -33,7 +33,7 @@ from tilework.dtensor.internal import (
 )
 from tilework.mesh import DeviceMesh
 from tilework.parallel.tensor_parallel.styles import linear_dims
-from tilework.tiled import Decomposition, DimFactors, Factor, LocalCall, OpEntry, RuleResult, find
+from tilework.tiled import Decomposition, DimFactors, Factor, LocalCall, RuleResult, find
 
 #: A dim of a tensor: the numbers of the tensor and of the dim.
 Node = tuple[int, int]
@@ -236,18 +236,13 @@ class _Recorder(TorchFunctionMode):
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         where = f"{entry.name} in {self._within[-1] or 'the model'}" if self._within else entry.name
         if outputs:
-            self._note(entry, result, tensors, outputs, where)
+            self._note(result, tensors, outputs, where)
             if isinstance(result, PlacedCall):
                 self._probe(rule, call, tensors, outputs, where)
         return output
 
     def _note(
-        self,
-        entry: OpEntry,
-        result: RuleResult,
-        tensors: list[Tensor],
-        outputs: list[Tensor],
-        where: str,
+        self, result: RuleResult, tensors: list[Tensor], outputs: list[Tensor], where: str
     ) -> None:
         if isinstance(result, PlacedCall):
             return
