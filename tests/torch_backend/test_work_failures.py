@@ -126,8 +126,29 @@ def too_late(rank: Rank) -> list[tuple[tuple[int, ...], str]]:
             with pytest.raises(tw.CollectiveTimeoutError) as caught:
                 dist.all_reduce(torch.ones(1), group=group)
             found.append((caught.value.ranks, str(caught.value)))
-    dist.barrier()
+    rank.folder.joinpath(f"{rank.number} is through").touch()
+    while not all(rank.folder.joinpath(f"{n} is through").exists() for n in range(rank.size)):
+        time.sleep(0.01)  # in a collective rank 1 would be found in a circle
     return found
+
+
+def in_a_circle(rank: Rank) -> list[str]:
+    join(rank)
+    found = []
+    for engine in ("shm", "gloo"):
+        os.environ["TILEWORK_BACKEND"] = engine
+        pair: list[Any] = [dist.new_group(), dist.new_group()]
+        with pytest.raises(tw.CollectiveMismatchError) as caught:
+            dist.all_reduce(torch.ones(1), group=pair[rank.number])
+        found.append(str(caught.value))
+    return found
+
+
+def test_circles_over_groups_are_found(ranks: Launcher) -> None:
+    first, second = ranks(2, in_a_circle)
+    for text in first + second:
+        assert "ranks wait for each other in a circle" in text
+        assert text.count("test_work_failures.py") >= 2
 
 
 def test_who_is_late_is_named(ranks: Launcher) -> None:

@@ -110,8 +110,7 @@ def init_process_group(
             UserWarning,
             stacklevel=2,
         )
-    notice_cycles()
-    notice_late_ranks()
+    notice_waits()
     owned = store is None
     if store is None:
         url = "env://" if init_method is None else init_method
@@ -153,6 +152,12 @@ def _pretend_world(world: World, pretence: Pretence, limit: timedelta, group_nam
     plan = GroupPlan(world, store, ranks, pretence.rank, name, limit)
     world.default_group = plan.make(config, None, fall_back=False)
     world.seats = ranks
+
+
+def notice_waits() -> None:
+    """Have threads that wait long report late ranks, and end waits in a circle. Idempotent."""
+    notice_cycles()
+    notice_late_ranks()
 
 
 def _find_store(url: str, rank: int, size: int, limit: timedelta) -> tuple[Store, int, int]:

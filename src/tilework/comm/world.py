@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -139,6 +139,24 @@ class World(_Slots):
     bystanders: WeakSet[threading.Thread] = field(default_factory=WeakSet)
     #: Registered groups that another World made and closes: the groups under torch's groups.
     borrowed: set[ProcessGroup] = field(default_factory=set)
+    #: The groups under torch's groups, among which waits may be in a circle; the first is the
+    #: default group.
+    guests: World | None = None
+
+    def host(self, record: GroupRecord) -> Callable[[], None]:
+        """Add a group that another World made and will close to the ``guests``; return a function
+        that removes it.
+        """
+        guests = self.guests = self.guests or World()
+        guests.borrow(record)
+        group = record.group
+        guests.default_group = guests.default_group or group
+
+        def leave() -> None:
+            guests.forget(group)
+            guests.default_group = next(iter(guests.records), None)
+
+        return leave
 
     def borrow(self, record: GroupRecord) -> ProcessGroup:
         """Register a group that another World made and will close; return the group."""

@@ -34,7 +34,7 @@ from tilework.comm.contract import (
     coalesced,
     make_premul_sum,
 )
-from tilework.comm.groups import GroupPlan
+from tilework.comm.groups import GroupPlan, notice_waits
 from tilework.comm.operations import internal as operations
 from tilework.comm.operations.internal import all_reduce_sparse, leave_function
 from tilework.comm.per_call.internal import call_site
@@ -210,8 +210,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         # A separate World: torch.distributed's groups are not tilework's.
         self._world = World(sink=current_world().sink)
         # Leaves the group when nobody holds this object any more, at the latest when Python ends.
-        self._leave = weakref.finalize(self, self._world.close)
         self._group = _make_group(self._world, request, options, device)
+        notice_waits()
+        unhost = current_world().host(self.tilework_record)
+        self._leave = weakref.finalize(self, _leave, unhost, self._world)
         compared = partial(TorchProcessGroup, request, options)
         self._devices = OtherDevices(self, request.store, request.timeout, options, compared)
         self._block: list[TorchWork] | None = None
@@ -436,6 +438,11 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._devices.shutdown()
 
 
+def _leave(unhost: Callable[[], None], world: World) -> None:
+    unhost()
+    world.close()
+
+
 def _fill(tensor: Tensor, memory: Tensor) -> None:
     tensor.copy_(memory.view(tensor.shape))
 
@@ -467,5 +474,6 @@ def _make_group(world: World, request: Any, options: Any, device: str) -> Proces
     shared = PrefixStore(f"tilework/{device}/{generation}", store)
     choice = os.environ.get("TILEWORK_BACKEND")
     backend = BackendConfig(choice).get_device_backend_map().get(device, "nccl")
-    plan = GroupPlan(world, shared, ranks, rank, str(request.group_id), timeout)
+    name = str(request.group_id) + ("" if device == "cpu" else f" on {device}")
+    plan = GroupPlan(world, shared, ranks, rank, name, timeout)
     return plan.make(BackendConfig(f"{device}:{backend}"), options, fall_back=choice is None)

@@ -61,8 +61,6 @@ class Engine(Protocol):
     name: str
     #: True if the engine reads tensors' addresses at the call; False if it may read them later.
     takes_addresses: bool
-    #: True if a completed message has arrived: no message is in flight unseen by this rank.
-    sees_messages: bool
     #: True if a failure of an asynchronous operation ends the group before anybody waits for it.
     watches: bool
 
@@ -107,6 +105,12 @@ class Engine(Protocol):
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         """The operation that the calling thread waits in, and the awaited ranks, as from
         ``waiting`` of a process group.
+        """
+        ...
+
+    def sees_messages(self) -> bool:
+        """True if this rank knows of all messages that others have sent; asked again and again, of
+        those sent before it was asked the last time.
         """
         ...
 

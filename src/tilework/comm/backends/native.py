@@ -278,7 +278,9 @@ class NativeGroup(ProcessGroup):
             if kind == "aborted":
                 return self._aborted_error(place, here, detail)
             self.engine.report_failure(f"#{number} {here}")
-            if kind == "mismatch":
+            if kind == "mismatch" and " sent " in detail:  # a message, of two ranks alone
+                text = f"{detail}: {here} ({place}).\nReceive each message as it was sent."
+            elif kind == "mismatch":
                 text = self._mismatch_text(place, _in_words(detail))
             else:
                 text = self._failure_text(kind, ranks, f"{here} ({place})", detail)
@@ -375,7 +377,7 @@ class NativeGroup(ProcessGroup):
         return self.engine.waiting()
 
     def messages_under_way(self) -> Sequence[Entry] | None:
-        if not (self.engine.sees_messages and self.engine.is_owner()):
+        if not (self.engine.is_owner() and self.engine.sees_messages()):
             return None
         entries = self.flight_entries()
         return [e for e in entries if e.peer is not None and e.outcome == RUNNING]

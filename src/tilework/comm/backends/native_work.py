@@ -207,6 +207,7 @@ class NativeWork(Work):
             self._finish()
             if self._error is not None:
                 error: Any = self._error  # torch annotates it wrongly
+                self.group.failure_seen = True
                 future.set_exception(error)
             else:
                 future.set_result(list(self.outputs()))

@@ -31,7 +31,6 @@ class PythonEngine(ABC):
     fault_type: type[Exception] = Fault
     refusals: tuple[type[Exception], ...] = ()
     takes_addresses = False
-    sees_messages = False
     watches = False
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
@@ -97,6 +96,9 @@ class PythonEngine(ABC):
             number = self._entered
             self.check_open()
         return self._enqueue(operation, number)
+
+    def sees_messages(self) -> bool:
+        return True
 
     def is_owner(self) -> bool:
         return threading.current_thread() is self.owner

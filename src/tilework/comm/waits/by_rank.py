@@ -71,8 +71,9 @@ def look_while_waiting(kind: type[Looker]) -> None:
 def _look_of(kind: type[Looker]) -> Callable[[], None]:
     def look() -> None:
         world = current_world()
-        if world.default_group is not None:
-            world.state(kind).look(world)
+        for each in (world, world.guests):
+            if each is not None and each.default_group is not None:
+                each.state(kind).look(each)
 
     return look
 

@@ -218,7 +218,10 @@ class CyclicWaits:
                 self._serial += 1
                 self._what = operation_name(groups[wait.group], wait.number, entry)
             record = wait._replace(
-                rank=default.rank(), serial=self._serial, tick=self._tick, what=self._what
+                rank=default.global_ranks[default.rank()],
+                serial=self._serial,
+                tick=self._tick,
+                what=self._what,
             )
             store = PrefixStore("waits", world.record(default).store)
             is_asked = asked is not None
@@ -478,7 +481,8 @@ class CycleSearch:
 
         The moment is the end of the look that found the cycle: each wait had been read, so it had
         begun. A record describes a time after the record before was published; so the second record
-        after one that was read later than the moment describes a time later than the moment.
+        after one that was read later than the moment describes a time later than the moment, and
+        the third is by a rank that has asked for messages since.
         """
         waits = [(record.rank, record.serial) for record in cycle]
         ticks = [record.tick for record in cycle]
@@ -487,7 +491,7 @@ class CycleSearch:
         elif not self._ticks:
             self._ticks = ticks
         elif cycle:
-            return all(now >= then + 2 for now, then in zip(ticks, self._ticks, strict=True))
+            return all(now >= then + 3 for now, then in zip(ticks, self._ticks, strict=True))
         return False
 
 

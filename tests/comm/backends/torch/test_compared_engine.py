@@ -204,6 +204,26 @@ def test_a_circle_over_two_groups(backend: str) -> None:
         assert "waits for" in text, text
 
 
+def test_a_circle_of_messages() -> None:
+    def body(rank: int) -> str:
+        return failure_of(lambda: dist.recv(torch.ones(2), 1 - rank)).text
+
+    for text in ranks(2, body, "gloo"):
+        assert "rank 1 waits for rank 0 in recv" in text, text
+
+
+def test_a_message_that_does_not_fit_names_both_ends() -> None:
+    def body(rank: int) -> str:
+        if rank == 0:
+            dist.isend(torch.ones(2), 1)
+            return failure_of(dist.barrier).text
+        return failure_of(lambda: dist.recv(torch.ones(2, dtype=torch.int32), 0)).text
+
+    for text in ranks(2, body, "gloo"):
+        assert "rank 0 sent 8 bytes of torch.float32, rank 1 receives 8 bytes of" in text, text
+        assert "ranks called different things" not in text, text
+
+
 def test_ranks_with_other_amounts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int) -> str:
         import os
@@ -213,7 +233,7 @@ def test_ranks_with_other_amounts_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         return failure_of(lambda: dist.new_group(backend="gloo")).text
 
     for text in run_ranks(2, body, kind="processes", backend="shm", timeout=LIMIT):
-        assert "rank 0 has all, headers of format 1; rank 1 has off" in text
+        assert "rank 0 has all, headers of format 2; rank 1 has off" in text
 
 
 def test_contents_are_compared_in_the_first_calls_and_then_in_every_hundredth(

@@ -95,6 +95,10 @@ class MeetingEngine(PythonEngine):
         self._current = (0, "")
         #: By rank: the operation that the rank waits in, by its own answer.
         self._answers: dict[int, tuple[int, str]] = {}
+        #: The number of questions so far, and of the last about messages; by rank: of the last that
+        #: was answered, after all messages that the rank had announced before.
+        self._asked = self._asked_of_messages = 0
+        self._answered: dict[int, int] = {}
         self._failures: list[str | None] = [None] * self.size
         #: By host: the missing ranks there, as reported by ranks of that host.
         self._missing: dict[int, list[int]] = {}
@@ -340,8 +344,22 @@ class MeetingEngine(PythonEngine):
     def publish_wait(self, number: int, name: str) -> None:
         self._current = number, name
 
+    def _ask(self) -> None:
+        self._asked += 1
+        self._control.send_all(FrameKind.QUESTION, str(self._asked).encode())
+
+    def sees_messages(self) -> bool:
+        if self._messages.arriving:
+            return False
+        others = {*range(self.size)} - {self.rank, *self.departed()}
+        if any(self._answered.get(rank, 0) < self._asked_of_messages for rank in others):
+            return False
+        self._ask()
+        self._asked_of_messages = self._asked
+        return True
+
     def blocked(self) -> Sequence[tuple[int, int, str]]:
-        self._control.send_all(FrameKind.QUESTION)  # answers arrive before the next look
+        self._ask()  # answers arrive before the next look
         return [
             (rank, number, f"operation #{number} {name}")
             for rank, (number, name) in sorted(self._answers.items())
@@ -351,7 +369,7 @@ class MeetingEngine(PythonEngine):
     def silent_ranks(self) -> tuple[int, ...]:
         """The other ranks that do not answer now: their processes are stopped, or cut off."""
         self._answers.clear()
-        self._control.send_all(FrameKind.QUESTION)
+        self._ask()
         others = {*range(self.size)} - {self.rank}
         poll(lambda: self.aborted() is not None or others <= {*self._answers}, ASK_SECONDS)
         return tuple(sorted(others - {*self._answers}))
@@ -363,7 +381,8 @@ class MeetingEngine(PythonEngine):
             self._messages.on_announcement(source, payload)
             return
         if kind is FrameKind.QUESTION:
-            self._control.send(source, FrameKind.ANSWER, json.dumps(self._current).encode())
+            answer = json.dumps([*self._current, int(payload)]).encode()
+            self._control.send(source, FrameKind.ANSWER, answer)
         if kind is FrameKind.ABORT:
             self._abort_by(source, *json.loads(payload))
         with self._changed:
@@ -372,7 +391,7 @@ class MeetingEngine(PythonEngine):
             elif kind is FrameKind.MISSING:
                 self._missing[self.hosts.host_of(source)] = json.loads(payload)
             elif kind is FrameKind.ANSWER:
-                number, name = json.loads(payload)
+                number, name, self._answered[source] = json.loads(payload)
                 self._answers[source] = number, name
             elif kind is FrameKind.GOODBYE:
                 self._left.add(source)

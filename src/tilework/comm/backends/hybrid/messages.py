@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -153,6 +154,8 @@ class PointToPoint:
         self._transport = transport
         self._numbers = itertools.count()
         self._matcher: MessageMatcher[_Announcement] = MessageMatcher(by_tag)
+        #: The receives whose data is on the way.
+        self.arriving: set[PythonCompletion] = set()
 
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
@@ -238,6 +241,8 @@ class PointToPoint:
         elif not message.nbytes:
             completion.complete()
         else:
+            self.arriving.add(completion)
+            completion.add_done_callback(partial(self.arriving.discard, completion))
             try:
                 fetched = self._transport.fetch(
                     expected, message.source, message.number, receive.timeout

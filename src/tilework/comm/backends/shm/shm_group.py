@@ -54,7 +54,6 @@ class ShmEngine:
     name = "shm"
     refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
     takes_addresses = True
-    sees_messages = True
     watches = False
 
     def __init__(self, group: _core.Group, size: int) -> None:
@@ -203,6 +202,9 @@ class ShmEngine:
         except self.fault_type:  # this rank closed the group
             return ()
         return [(rank, number, f"operation {entered[rank]}") for rank, number in waits]
+
+    def sees_messages(self) -> bool:
+        return True
 
     def is_owner(self) -> bool:
         return threading.get_ident() == self._owner

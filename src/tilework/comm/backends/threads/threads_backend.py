@@ -211,7 +211,6 @@ class ThreadsEngine(PythonEngine):
     """A rank's end of a group of threads. All ranks of the group share a hub."""
 
     name = "threads"
-    sees_messages = True
 
     def __init__(self, hub: _Hub, rank: int, global_ranks: Sequence[int]) -> None:
         super().__init__(rank, global_ranks)

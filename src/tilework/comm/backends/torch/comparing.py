@@ -20,7 +20,7 @@ from tilework.comm.backends.torch.stream_engine import StreamEngine
 from tilework.errors import DistBackendError
 
 #: The format of headers; bumped with every change.
-_FORMAT = 1
+_FORMAT = 2
 
 
 def compared(mover: Mover, request: DistributedBackendOptions) -> ComparedEngine:
