@@ -19,9 +19,7 @@ _finishing = threading.Lock()
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]
-    """An operation of a group, which may still run. If it fails, :meth:`wait` raises tilework's own
-    error. ``finish`` is the rest of the operation on this rank, for the first who waits.
-    """
+    """An operation, which may still run; ``finish`` is for the first who waits."""
 
     def __init__(
         self, work: Work, group: ProcessGroup, finish: Callable[[], None] | None = None

@@ -121,9 +121,7 @@ class _Telling:
         return Finding("deadlock", text, tuple(details), first.group.name, number, tuple(ranks))
 
     def _operation(self, group: Group) -> Finding | None:
-        """A finding about the first collective of ``group`` that failed, is stuck or differs
-        between ranks; None if there is none.
-        """
+        """A finding about the first collective that failed, is stuck or differs; else None."""
         diverged, stopped = group.first_divergence(), group.first_stuck()
         if diverged is not None and (stopped is None or diverged <= stopped):
             return self._mismatch(group, diverged)

@@ -116,9 +116,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """The record in a file; a FlightRecordError for what is none, is cut off, or has another
-    version.
-    """
+    """The record in a file; a FlightRecordError for others, cut off or of another version."""
     if len(data) > MAX_FILE_BYTES:
         raise FlightRecordError(f"the file has more than {MAX_FILE_BYTES >> 20} MiB")
     try:

@@ -58,9 +58,7 @@ class Group:
         return self._by_number.get(number, {})
 
     def absent(self, number: int) -> tuple[int, ...]:
-        """The ranks that have not entered collective ``number``; also ranks without a record.
-        Cached.
-        """
+        """The ranks that have not entered collective ``number``, or have no record. Cached."""
         if number not in self._absent:
             lasts = ((rank, self._lasts.get(rank)) for rank in self.ranks)
             self._absent[number] = tuple(
@@ -69,16 +67,12 @@ class Group:
         return self._absent[number]
 
     def first_stuck(self) -> int | None:
-        """The number of the first collective that runs or failed on some rank; None if there is
-        none.
-        """
+        """The number of the first collective that runs or failed on some rank, or None."""
         numbers = (e.number for calls in self.calls.values() for e in calls.values() if stuck(e))
         return min(numbers, default=None)
 
     def first_divergence(self) -> int | None:
-        """The number of the first collective that ranks called as different operations, or with
-        arguments that do not match; None if there is none.
-        """
+        """The number of the first collective that ranks called differently, or None."""
         for number in sorted(self._by_number):
             entries = self.at(number).values()
             differ = len({family(entry) for entry in entries}) > 1
@@ -181,9 +175,7 @@ class Wait:
 
 
 def waits(history: History) -> list[Wait]:
-    """All waits in the records: for each rank and group the first collective that runs or failed,
-    and each such message.
-    """
+    """The waits: of each rank and group the first collective that runs or failed; messages."""
     return [
         wait
         for group in history.groups

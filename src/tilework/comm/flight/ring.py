@@ -45,9 +45,7 @@ _IN_PLACE: Final = ("all_reduce", "broadcast")
 
 
 def describe(what: What | str) -> str:
-    """The title, dtype, shapes and arguments, for a person: ``reduce float32 [2, 3] SUM
-    root 0``.
-    """
+    """Title, dtype, shapes and arguments, as in ``reduce float32 [2, 3] SUM root 0``."""
     if isinstance(what, str):
         return what
     title, dtype, inputs, outputs, reduction, root = what
@@ -295,9 +293,7 @@ def _timed(key: int, slot: _Slot) -> Timed:
 
 
 class _Anchor:
-    """The wall clock's seconds less those of the monotonic clock: the same for all groups, so that
-    times of different groups compare exactly.
-    """
+    """The wall clock's seconds less those of the monotonic clock, the same for all groups."""
 
     def __init__(self) -> None:
         self._ahead = time.time() - time.monotonic()

@@ -109,9 +109,7 @@ class _Waits:
         self._starts = [start for start, _ in self._spans]
 
     def seconds(self, start: float, end: float) -> float:
-        """The seconds that the rank spent in these operations between the times ``start`` and
-        ``end``.
-        """
+        """The seconds in these operations between the times ``start`` and ``end``."""
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_left(self._starts, end)
         spans = self._spans[first:last]

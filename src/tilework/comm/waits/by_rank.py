@@ -41,22 +41,16 @@ def _call() -> None:
 
 
 def look_if_long(begun: float) -> None:
-    """Call the functions of :func:`add_function` if the wait that began at ``begun``
-    (time.monotonic()) is long.
-    """
+    """Call the functions of :func:`add_function` if the wait since ``begun`` is long."""
     if time.monotonic() - begun > AFTER_SECONDS:
         _call()
 
 
 class Looker(Protocol):
-    """An object of each rank that looks at the long waits of the rank's threads. The class is
-    called without arguments.
-    """
+    """An object of each rank that looks at long waits. The class has no arguments."""
 
     def look(self, world: World) -> None:
-        """Look at the calling thread's wait, and perhaps report or end it. Must be quick, because
-        it is called often.
-        """
+        """Look at the calling thread's wait, perhaps report or end it. Quick: called often."""
         ...
 
 
@@ -94,9 +88,7 @@ def collective_wait(
 
 
 def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageWait] | None:
-    """The send or receive that the calling thread waits for, with the group; None if it waits for
-    none in ``groups``.
-    """
+    """The message that the calling thread waits for, with the group; None if there is none."""
     for group in groups:
         wait = group.message_wait()
         if wait is not None:

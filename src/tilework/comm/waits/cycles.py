@@ -120,9 +120,7 @@ def notice_cycles() -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """A task for the thread that talks to the store: publish a wait, and look whether it is in a
-    cycle.
-    """
+    """A wait to publish, and to look whether it is in a cycle."""
 
     #: The wait to publish.
     record: WaitRecord
@@ -139,9 +137,7 @@ class _Task:
 
 
 class CyclicWaits:
-    """A rank's object that publishes the rank's long waits to the other ranks, and ends waits that
-    are in a cycle.
-    """
+    """A rank's object that publishes the rank's long waits, and ends those in a cycle."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -168,9 +164,7 @@ class CyclicWaits:
             self._changed.notify_all()
 
     def _follow(self, default: ProcessGroup) -> None:
-        """Forget what was read from the store if the default group is no longer the same: then the
-        store may be another, too.
-        """
+        """Forget what was read from the store if the default group is another."""
         if self._default is None or self._default() is not default:
             self._default, self._search = weakref.ref(default), CycleSearch()
             self._over = False
@@ -277,11 +271,7 @@ class CyclicWaits:
 
 
 def _wait_of(groups: Sequence[ProcessGroup]) -> tuple[WaitRecord | None, Entry | None]:
-    """The calling thread's wait in one of ``groups``, without rank, numbers and words; with the
-    entry of the message that it waits for, if any.
-
-    None if there is no wait, or if it is unknown for which message the thread waits.
-    """
+    """The calling thread's only wait in ``groups``, if known; with the entry of its message."""
     by_group = [(group, group.messages_under_way()) for group in groups]
     is_known = all(under_way is not None for _, under_way in by_group)
     entries = [(group, entry) for group, its in by_group for entry in its or ()]
@@ -349,9 +339,7 @@ def _ask(task: _Task) -> bool:
 
 
 def _abort(task: _Task, ranks: Sequence[int], text: str) -> None:
-    """End this rank's wait, and other ranks' waits for this rank, by aborting the groups that they
-    wait in. ``ranks`` and ``text`` go into the errors.
-    """
+    """End this rank's wait, and other ranks' waits for it, by aborting the groups."""
     record = task.record
     for name in dict.fromkeys([*(name for _, name, _ in record.held_up), record.group]):
         task.context.run(task.groups[name].abort_for, "mismatch", ranks, text)
@@ -380,9 +368,7 @@ class SeenMessage(NamedTuple):
     tag: int
 
     def fits(self, other: SeenMessage, rank: int, other_rank: int) -> bool:
-        """True if this message of ``rank`` and the message ``other`` of ``other_rank`` may be the
-        two ends of the same transfer.
-        """
+        """True if the two messages may be the two ends of the same transfer."""
         return (
             (self.group, self.tag, not self.is_send) == (other.group, other.tag, other.is_send)
             and self.peer in (other_rank, -1)
@@ -391,9 +377,7 @@ class SeenMessage(NamedTuple):
 
 
 class WaitRecord(NamedTuple):
-    """A rank's wait as it publishes it: the operation, the ranks that it waits for, and the ranks
-    that it holds up.
-    """
+    """A rank's wait as it is published: for whom, and which ranks the rank holds up."""
 
     #: The name of the group that the rank waits in.
     group: str

@@ -40,9 +40,7 @@ MEANS_ERRORS = (OSError, MemoryError, RuntimeError)
 
 
 def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
-    """The error that says that ``rank`` (-1: unknown) could not make ``what``, because the system
-    or torch raised ``error``.
-    """
+    """The error that ``rank`` (-1: unknown) could not make ``what``, because of ``error``."""
     text = f"{type(error).__name__}: {text_of(error)}"
     who, ranks = (f"rank {rank}", [rank]) if rank >= 0 else ("this rank", [])
     return DistBackendError(f"{who} could not make {what}: {text}", ranks=ranks)
@@ -82,9 +80,7 @@ class GroupWait:
         self.barrier: Barrier | None = None
 
     def meanwhile(self, missing: Collection[int]) -> None:
-        """Call :meth:`check`. ``missing``: the ranks that have not come to the group's barrier, as
-        positions in ``ranks``.
-        """
+        """Call :meth:`check` for the ``missing`` ranks, given as positions in ``ranks``."""
         self.check([self.ranks[position] for position in missing])
 
     def roll(self) -> str:
@@ -157,9 +153,7 @@ class GroupWait:
         return here
 
     def without_means(self, error: Exception) -> DistBackendError:
-        """Report to all ranks that this rank cannot make the group, since the system or torch
-        raised ``error``; return the error to raise.
-        """
+        """Report that the system or torch raised ``error``; return the error to raise."""
         failed = lack_of_means(self.me, f"its end of group {self.name!r}", error)
         self.fail(failed)
         self.part()
@@ -236,9 +230,7 @@ class GroupWait:
         )
 
     def _check_stuck(self, missing: Collection[int], now: float) -> None:
-        """Raise if an awaited rank waits for this rank in another operation, and has done so for
-        some time: neither can continue.
-        """
+        """Raise if an awaited rank has waited for some time for this rank in another operation."""
         before, self._stuck = self._stuck, {}
         for group in self.groups:
             for position, _, operation in group.blocked():

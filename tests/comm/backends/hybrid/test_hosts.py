@@ -115,10 +115,12 @@ def _sent(counter: Path) -> int:
     return sum(int(line[9]) for line in lines if line[0] != "lo:")
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_killing_a_rank_is_noticed_on_every_host(hosts: Hosts, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "victim"), [("hybrid", 0), ("hybrid", 3), ("gloo", 1), ("gloo", 2)]
+)
+def test_killing_a_rank_is_noticed_on_every_host(hosts: Hosts, backend: str, victim: int) -> None:
     def story(rank: int, say: Say) -> None:
-        with joined(hosts, PAIRS, rank):
+        with joined(hosts, PAIRS, rank, backend):
             tensor = torch.ones(100_000)
             dist.all_reduce(tensor)
             say("ready")
@@ -198,15 +200,34 @@ def test_gloo_finds_the_way_by_itself(hosts: Hosts) -> None:
 
 
 def test_calls_of_gloo_are_compared_across_hosts(hosts: Hosts) -> None:
-    def body(rank: int) -> str:
-        dist.barrier()
-        dtype = torch.int32 if rank == 3 else torch.float32
-        with pytest.raises(dist.CollectiveMismatchError) as caught:
-            dist.all_reduce(torch.ones(2, dtype=dtype))
-        return str(caught.value)
+    x, odd = torch.ones(2), torch.ones(2, dtype=torch.int32)
+    calls: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+        "dtype": (lambda g: dist.all_reduce(x, group=g), lambda g: dist.all_reduce(odd, group=g)),
+        "operation": (lambda g: dist.all_reduce(x, group=g), lambda g: dist.broadcast(x, 0, g)),
+        "root": (lambda g: dist.broadcast(x, 0, g), lambda g: dist.broadcast(x, 1, g)),
+        "shape": (
+            lambda g: dist.all_reduce(x, group=g),
+            lambda g: dist.all_reduce(torch.ones(2, 1), group=g),
+        ),
+    }
 
-    for text in run_on_hosts(hosts, PAIRS, body, backend="gloo"):
-        assert "ranks 0 to 2 called all_reduce float32 [2] SUM, rank 3 all_reduce int32" in text
+    def body(rank: int) -> dict[str, str]:
+        found = {}
+        for what, (common, other) in calls.items():
+            group = dist.new_group()
+            dist.barrier(group)
+            with pytest.raises(dist.CollectiveMismatchError) as caught:
+                (other if rank == 3 else common)(group)
+            found[what] = str(caught.value)
+        return found
+
+    for found in run_on_hosts(hosts, PAIRS, body, backend="gloo"):
+        assert (
+            "ranks 0 to 2 called all_reduce float32 [2] SUM, rank 3 all_reduce int32"
+            in (found["dtype"])
+        )
+        for what, text in found.items():
+            assert f"differ in {what}" in text or f"or {what} as given" in text, (what, text)
 
 
 def test_a_cut_link_is_noticed_on_both_sides() -> None:

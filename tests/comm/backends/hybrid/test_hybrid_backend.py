@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ class TestTwoHosts(OnTwoHosts, WholeContract):
         return hybrid(n, fn)
 
 
-class TestTwoHostsBetweenProcesses(OnTwoHosts, AllReduceSuite, MessageSuite, TimeoutSuite):
+class TestTwoHostsBetweenProcesses(OnTwoHosts, AllReduceSuite, MessageSuite):
     world_sizes = (3,)
     both_forms = False
     dtypes = (torch.float32, torch.bfloat16, torch.bool)
@@ -105,6 +105,52 @@ class TestGlooOnTwoHosts(OnTwoHosts, MismatchSuite, TimeoutSuite, MessageSuite):
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
         return run_ranks(n, fn, backend="gloo", timeout=LIMIT)
+
+
+class FaultyLine:
+    """A connection to another host that loses, delays or alters the first thing that is sent."""
+
+    def __init__(self, line: socket.socket, fault: str) -> None:
+        self._line, self._fault = line, fault
+
+    def sendall(self, data: bytes) -> None:
+        fault, self._fault = self._fault, ""
+        if fault == "late":
+            time.sleep(0.5)
+        if fault != "dropped":
+            self._line.sendall(bytes(8) + data[8:] if fault == "altered" else data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._line, name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("dropped", dist.CollectiveTimeoutError),
+        ("late", None),
+        ("altered", dist.CollectiveMismatchError),
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", "hybrid"])
+def test_headers_that_are_lost_late_or_altered(
+    monkeypatch: pytest.MonkeyPatch, backend: str, fault: str, kind: type[Exception] | None
+) -> None:
+    pretend(monkeypatch, lambda rank: rank)
+
+    def body(rank: int) -> type[Exception] | None:
+        dist.barrier()
+        group: Any = inside(dist.group.WORLD)
+        group.set_timeout(timedelta(seconds=2))
+        if rank == 1:
+            group.engine._leaders = {0: FaultyLine(group.engine._leaders[0], fault)}
+        try:
+            dist.all_reduce(torch.ones(2))
+        except dist.DistBackendError as error:
+            return type(error)
+        return None
+
+    assert run_ranks(2, body, backend=backend, timeout=LIMIT) == [kind] * 2
 
 
 def test_reductions_run_within_hosts_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,13 @@ import gc
 import threading
 import weakref
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-from tilework.comm.backends.hybrid.messages import TransferWaits
+import torch
+
+from tilework.comm.backends.completion import PythonCompletion
+from tilework.comm.backends.hybrid.messages import PointToPoint, TransferWaits
 
 
 def never() -> bool:
@@ -74,3 +79,27 @@ def test_errors_hold_nothing_of_the_wait() -> None:
         gc.enable()
     assert error is not None
     waits.close()
+
+
+def test_a_message_whose_data_is_on_the_way_is_known() -> None:
+    """Then the receiver waits for data, for which no other rank has to do anything."""
+    on_the_way = PythonCompletion()
+    transport: Any = SimpleNamespace(
+        rank=0,
+        fetch=lambda *args: on_the_way,
+        check_open=lambda: None,
+        group_fault=lambda moved: None,
+        wake=lambda: None,
+    )
+    ends = PointToPoint(transport)
+    announced: list[bytes] = []
+    transport.announce = lambda rank, announcement: announced.append(announcement)
+    x = torch.ones(2)
+    received = ends.receive(x, 1, 0, 60.0)
+    assert not ends.arriving
+    ends.announce(x, 0, 0)
+    ends.on_announcement(1, announced[0])
+    assert ends.arriving == {received}
+    on_the_way.complete()
+    assert not ends.arriving
+    assert received.done()

@@ -53,9 +53,7 @@ class Hosts:
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """The numbers of the other hosts, in cyclic order from the host after this host. Each host
-        thus serves a different host first.
-        """
+        """The numbers of the other hosts, in cyclic order: each host serves another first."""
         count = len(self.ranks)
         return tuple((self.index + step) % count for step in range(1, count))
 

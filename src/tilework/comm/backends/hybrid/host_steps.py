@@ -32,9 +32,7 @@ _SUMS = ("sum", "avg", "premul_sum")
 
 
 class Transfers(Protocol):
-    """Sends and receives of contiguous tensors between hosts. Each tensor comes with the group rank
-    at the other end.
-    """
+    """Sends and receives tensors between hosts; each comes with the rank at the other end."""
 
     def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
     def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
@@ -59,9 +57,7 @@ class StepContext(Protocol):
         reduce_op: AnyReduceOp | None = None,
         root: int = 0,
     ) -> None:
-        """Run a collective among the ranks of this host; ``root`` is a number on this host, no
-        group rank.
-        """
+        """Run a collective among the ranks of this host; ``root`` is a number on this host."""
         ...
 
     def transfers(self) -> Transfers:
@@ -116,9 +112,7 @@ def _sums(context: StepContext, operation: Operation) -> Transfers:
 
 
 def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
-    """``flat`` cut into a part for each rank of this host: near-equal parts for ranks with a lane
-    (see :class:`Hosts`), empty parts for the others.
-    """
+    """``flat`` cut into a near-equal part for each rank with a lane, and empty parts for others."""
     shares = list(torch.tensor_split(flat, hosts.lanes))
     return shares + [flat[:0]] * (len(hosts.local) - hosts.lanes)
 
@@ -127,9 +121,7 @@ def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
 
 
 def _within(op: AnyReduceOp | None, dtype: torch.dtype, size: int) -> AnyReduceOp | None:
-    """The reduction to use within a host, as the first half of the reduction ``op`` over all
-    ``size`` ranks: a sum, perhaps scaled, for an average, else ``op``.
-    """
+    """The reduction to use within a host: a sum, perhaps scaled, for an average, else ``op``."""
     if op_type(op) != "avg":
         return op
     # A sum of short floats might overflow where their mean does not.
@@ -137,9 +129,7 @@ def _within(op: AnyReduceOp | None, dtype: torch.dtype, size: int) -> AnyReduceO
 
 
 def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Tensor:
-    """The second half of a reduction ``op``: combine the hosts' partial results, one tensor per
-    host, in the order of hosts.
-    """
+    """Combine the hosts' partial results, in the order of hosts: the second half of ``op``."""
     kind = op_type(op)
     summed = kind in ("avg", "premul_sum")
     total = combine(partials, "sum" if summed else kind, ())
@@ -149,17 +139,13 @@ def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Te
 
 
 def _partial(context: StepContext, operation: Operation, shares: list[Tensor], own: Tensor) -> None:
-    """Reduce the inputs of this host's ranks, cut into ``shares``; ``own`` gets the result for this
-    rank's share.
-    """
+    """Reduce the inputs of this host's ranks, cut into ``shares``; ``own`` gets this rank's."""
     op = _within(operation.reduce_op, own.dtype, context.size)
     context.local("reduce_scatter", shares, [own], op)
 
 
 def _blanks(hosts: Hosts, own: Tensor) -> list[Tensor]:
-    """A tensor for each host's partial result, in the order of hosts: ``own`` for this host, new
-    memory for the others.
-    """
+    """A tensor for each host's partial result: ``own`` for this host, new memory for others."""
     return [own if h == hosts.index else torch.empty_like(own) for h in _all(hosts)]
 
 
@@ -168,18 +154,14 @@ def _all(hosts: Hosts) -> range:
 
 
 def _beside(hosts: Hosts, by_host: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The items of ``by_host`` for the other hosts, each with the rank there that has the same lane
-    as this rank. Empty if this rank has no lane.
-    """
+    """The items of ``by_host`` for other hosts, each with the rank of this rank's lane there."""
     if hosts.lane is None:
         return []
     return [(hosts.peer(h), by_host[h]) for h in hosts.others]
 
 
 def all_reduce(context: StepContext, operation: Operation) -> Step:
-    """Reduce-scatter on each host, all-reduce between hosts along each lane, all-gather on each
-    host.
-    """
+    """Reduce-scatter on hosts, all-reduce between hosts along each lane, all-gather on hosts."""
     hosts, op = context.hosts, operation.reduce_op
     shares = _shares(operation.inputs[0].view(-1), hosts)
     own = torch.empty_like(shares[hosts.local_rank])
@@ -201,9 +183,7 @@ def all_reduce(context: StepContext, operation: Operation) -> Step:
 def _collected(
     hosts: Hosts, transfers: Transfers, pieces: list[Tensor], own: Tensor, whole: Tensor
 ) -> Tensor:
-    """Send this host's combined piece ``own`` to the other hosts, and receive theirs into
-    ``pieces``, which together are ``whole``; return ``whole``.
-    """
+    """Exchange this host's combined piece ``own`` for those of the others; return ``whole``."""
     transfers.receive(_beside(hosts, pieces))
     transfers.send(_beside(hosts, [own] * len(hosts.ranks)))
     transfers.wait()
@@ -212,9 +192,7 @@ def _collected(
 
 
 def reduce(context: StepContext, operation: Operation) -> Step:
-    """Reduce-scatter on each host, send the results to the root's host along each lane, gather
-    there.
-    """
+    """Reduce-scatter on hosts, send results to the root's host along lanes, gather there."""
     hosts, home = context.hosts, context.hosts.host_of(operation.root)
     shares = _shares(operation.inputs[0].view(-1), hosts)
     own = torch.empty_like(shares[hosts.local_rank])
@@ -243,9 +221,7 @@ def scan(context: StepContext, operation: Operation) -> Step:
 
 
 def reduce_scatter(context: StepContext, operation: Operation) -> Step:
-    """Reduce on each host, send partial results to the hosts of the ranks that want them, combine
-    there.
-    """
+    """Reduce on hosts, send partial results to the hosts that want them, combine there."""
     hosts, op = context.hosts, operation.reduce_op
     parts, output = split_parts(operation.inputs, context.size), operation.outputs[0].view(-1)
     carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
@@ -283,9 +259,7 @@ def _partials_for(
 
 
 def _turns(hosts: Hosts, host: int) -> Iterator[list[int | None]]:
-    """Deal out the ranks of ``host`` to this host's ranks. Each item lists, by rank of this host,
-    the rank of ``host`` that is served in this turn, or None.
-    """
+    """For each turn: by rank of this host the rank of ``host`` that it serves, or None."""
     ranks = hosts.ranks[host]
     for first in range(0, len(ranks), hosts.lanes):
         turn: list[int | None] = list(ranks[first : first + hosts.lanes])
@@ -293,9 +267,7 @@ def _turns(hosts: Hosts, host: int) -> Iterator[list[int | None]]:
 
 
 def _hand_out(context: StepContext, totals: Sequence[Tensor], output: Tensor) -> None:
-    """Give the combined results to the ranks of this host: a rank with a lane keeps the first of
-    ``totals`` in ``output``, and passes the rest to ranks without a lane.
-    """
+    """Keep the first of ``totals`` in ``output``, and pass the rest to ranks without a lane."""
     hosts = context.hosts
     if hosts.lane is not None:
         output.copy_(totals[0])
@@ -319,9 +291,7 @@ def _hand_out(context: StepContext, totals: Sequence[Tensor], output: Tensor) ->
 
 
 def broadcast(context: StepContext, operation: Operation) -> Step:
-    """Broadcast on the root's host, pass a share in each lane along a tree of hosts, all-gather on
-    each other host.
-    """
+    """Broadcast on the root's host, pass shares along a tree of hosts, all-gather there."""
     hosts, flat = context.hosts, operation.outputs[0].view(-1)
     home = hosts.host_of(operation.root)
     shares = _shares(flat, hosts)
@@ -356,9 +326,7 @@ def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
 
 
 def all_gather(context: StepContext, operation: Operation) -> Step:
-    """All-gather on each host, exchange between hosts along each lane, all-gather the received
-    parts on each host.
-    """
+    """All-gather on hosts, exchange along each lane, all-gather the received parts on hosts."""
     hosts, source = context.hosts, operation.inputs[0].view(-1)
     outputs = split_parts(operation.outputs, context.size)
     transfers = context.transfers()

@@ -56,8 +56,6 @@ def _part(
 
 
 def host_identity(request: DistributedBackendOptions | None = None) -> str:
-    """A string that is equal on ranks that may be able to share memory. Only ranks with equal
-    strings try to.
-    """
+    """A string that is equal on ranks that may be able to share memory, and try to."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"

@@ -25,9 +25,7 @@ from tilework.comm.reduce_op import AnyReduceOp
 
 
 class HybridEngine(MeetingEngine):
-    """A rank's end of a hybrid group: shared memory on the host, a control channel to all ranks,
-    and a link to other hosts.
-    """
+    """A rank's end of a hybrid group: shared memory, and a link to other hosts."""
 
     name = "hybrid"
     _shm: ShmEngine
@@ -118,9 +116,7 @@ class _Transfers:
         self._raise(next(filter(None, (self._begin(way, *pair) for pair in tensors)), None))
 
     def wait(self) -> None:
-        """Block until all sends and receives are done. Raise Fault if a transfer fails, or at the
-        operation's time limit.
-        """
+        """Block until all transfers are done; raise Fault if one fails, or at the limit."""
         self._raise(next(filter(None, map(self._end, self._works)), None))
 
     def forget(self) -> None:

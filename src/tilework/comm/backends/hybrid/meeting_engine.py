@@ -113,9 +113,7 @@ class MeetingEngine(PythonEngine):
         self._performed += 1
 
     def meet(self, operation: Operation) -> None:
-        """Compare headers (descriptions of the operation) with all other ranks; raise Fault unless
-        all agree.
-        """
+        """Compare headers of the operation with all other ranks; raise Fault unless all agree."""
         carried = provenance_digest.set_digest(0)  # only the header carries it
         try:
             at_fault, why = compare_calls(operation, self.rank, self.size, self._gathered)
@@ -153,9 +151,7 @@ class MeetingEngine(PythonEngine):
         return bytes(everyone)
 
     def _exchange(self, own: bytes, everyone: bytearray, count: int) -> None:
-        """Send this host's records ``own`` to the leaders (first ranks) of the other hosts, and
-        receive theirs into ``everyone``. Runs on leaders only.
-        """
+        """Exchange this host's records ``own`` with other hosts' leaders. Runs on leaders only."""
         for host in self.hosts.others:
             with contextlib.suppress(OSError):  # the wait below notices a lost rank
                 self._leaders[host].sendall(own)
@@ -166,9 +162,7 @@ class MeetingEngine(PythonEngine):
             _place(everyone, count, ranks, theirs)
 
     def _await_headers(self, host: int, memory: memoryview) -> None:
-        """Read the headers of ``host`` from the leader there until ``memory`` is full. Raise Fault
-        if the time is up, or if a needed rank is lost.
-        """
+        """Fill ``memory`` with the headers of ``host``; raise Fault if a rank is lost or late."""
         line, begun = self._leaders[host], time.monotonic()
         lost_at: float | None = None
         while memory:
@@ -191,9 +185,7 @@ class MeetingEngine(PythonEngine):
                 raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
 
     def _lost(self, leader: int) -> list[int]:
-        """The ranks whose loss ends the wait for ``leader``: ``leader`` itself if it is gone, else
-        ranks that died a while ago.
-        """
+        """The ranks whose loss ends the wait for ``leader``: it, or ranks that died before."""
         if leader in self._left or leader in self._died:
             return [leader]
         now = time.monotonic()
@@ -201,9 +193,7 @@ class MeetingEngine(PythonEngine):
         return [rank for rank, when in [*self._died.items()] if now - when > ASK_SECONDS]
 
     def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
-        """All missing ranks: ``here``, which are missing on this host, and those that other hosts
-        report. All ranks of a host that reports nothing count as missing.
-        """
+        """All missing ranks: ``here``, those that other hosts report, all of silent hosts."""
         others = self.hosts.others
         self._control.send_all(FrameKind.MISSING, json.dumps(list(here)).encode())
         poll(
@@ -217,9 +207,7 @@ class MeetingEngine(PythonEngine):
         return tuple(sorted(missing))
 
     def _from_local(self, fault: tuple[Any, ...]) -> FaultArgs:
-        """Translate a fault of this host's shm group into a fault of the hybrid group, with the
-        ranks of the hybrid group.
-        """
+        """A fault of this host's shm group, with the ranks of the whole group."""
         kind, ranks, detail = fault
         if self.closed or kind == "closed":
             return ("closed", (self.rank,), "")
@@ -233,9 +221,7 @@ class MeetingEngine(PythonEngine):
         return (kind, tuple(self.hosts.local[r] for r in ranks), detail)
 
     def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
-        """Begin to move bytes between this rank and group rank ``rank`` over the link ("send" or
-        "recv"); return torch's Work.
-        """
+        """Begin to "send" or "recv" bytes to or from ``rank`` over the link; return the Work."""
         self._sent_bytes += memory.nbytes if way == "send" else 0
         backend = self._link.backend
         if backend is None:
@@ -247,9 +233,7 @@ class MeetingEngine(PythonEngine):
         return max(self._deadline - time.monotonic(), 0.1)
 
     def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
-        """Run ``act``, a call into the link about a transfer with ``peer``; return the fault if it
-        fails, else None.
-        """
+        """Run ``act``, a call into the link for ``peer``; return the fault, or None."""
         try:
             act()
         except RuntimeError as error:
@@ -257,16 +241,12 @@ class MeetingEngine(PythonEngine):
         return None
 
     def await_transfer(self, wait: Callable[[], object], peer: int) -> FaultArgs | None:
-        """Run ``wait``, which waits for a transfer with ``peer``; return the fault if it fails,
-        else None.
-        """
+        """Run ``wait``, for a transfer with ``peer``; return the fault, or None."""
         error = self._waits.run(wait, partial(self._is_gone, peer))
         return None if error is None else self._why(error, peer)
 
     def _is_gone(self, peer: int) -> bool:
-        """True if ``peer`` died, or this rank ended the link's connections, longer ago than a wait
-        may need to end by itself.
-        """
+        """True if ``peer`` died, or the link was ended, longer ago than a wait needs to end."""
         now, died = time.monotonic(), self._died.get(peer)
         if died is not None and now - died > 2 * ASK_SECONDS:
             return True
@@ -416,9 +396,7 @@ class MeetingEngine(PythonEngine):
         return False
 
     def _give_up(self, number: int) -> None:
-        """End the link's connections if operation ``number`` is still waiting some time after a
-        rank was lost: Gloo does not notice a cut link.
-        """
+        """End the link if operation ``number`` still waits: Gloo does not notice a cut link."""
         if self._performed == number and self.is_moving() and not self.closed:
             self.interrupt()
 
@@ -475,9 +453,7 @@ class MeetingEngine(PythonEngine):
 
 
 def _read(line: socket.socket, memory: memoryview) -> int | None:
-    """Read bytes from ``line`` into ``memory``; return their number. 0: none came within a short
-    wait; None: the connection has ended.
-    """
+    """The bytes read from ``line``; 0: none came soon; None: the connection has ended."""
     try:
         count = line.recv_into(memory)
     except TimeoutError:

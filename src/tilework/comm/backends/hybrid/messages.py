@@ -120,16 +120,12 @@ class MessageTransport(Protocol):
     def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
     def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
     def group_fault(self, completion: Completion) -> FaultArgs | None:
-        """The fault of a completion from ``offer`` or ``fetch``, with ranks of the whole group;
-        None if there is none.
-        """
+        """The fault of what ``offer`` or ``fetch`` gave, with ranks of the group; or None."""
         ...
 
     def check_open(self) -> None: ...
     def unreachable(self, source: int) -> list[int]:
-        """The lost ranks because of which a receive from ``source`` (-1: any) cannot succeed; empty
-        if it still may.
-        """
+        """The lost ranks because of which a receive from ``source`` (-1: any) must fail."""
         ...
 
     def wake(self) -> None: ...
@@ -160,9 +156,7 @@ class PointToPoint:
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
     ) -> PythonCompletion:
-        """Announce ``tensor`` to ``dst``, and offer the data; ``tensor`` may be reused once the
-        completion is done.
-        """
+        """Announce ``tensor`` to ``dst``, and offer the data."""
         self._transport.check_open()
         number = next(self._numbers) % _NUMBERS
         completion = PythonCompletion()
@@ -199,9 +193,7 @@ class PointToPoint:
         return completion
 
     def on_announcement(self, source: int, announcement: bytes) -> None:
-        """Note a message that ``source`` has announced to this rank, and fetch it if a receive
-        waits for it.
-        """
+        """Note a message to this rank, and fetch it if a receive waits for it."""
         tag, number, nbytes, label = _ANNOUNCEMENT.unpack_from(announcement)
         dtype = announcement[_ANNOUNCEMENT.size :].decode()
         message = _Announcement(source, tag, number, nbytes, label, dtype)

@@ -42,9 +42,7 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure",
 
 
 class ComparedEngine(MeetingEngine):
-    """A rank's end of a group on an engine that compares nothing by itself: "all", "first" or
-    "off".
-    """
+    """A rank's end of a group on an engine that compares nothing by itself."""
 
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)
     watches = True
@@ -100,9 +98,7 @@ class ComparedEngine(MeetingEngine):
         scan_gathered(operation, self.rank, gathered)
 
     def _await(self, work: Any) -> None:
-        """Block until ``work`` is done. Between looks the thread sees a rank that died: the engine
-        may not.
-        """
+        """Block until ``work`` is done, and look for dead ranks: the engine may see none."""
         begun = time.monotonic()
         while True:
             try:
@@ -148,9 +144,7 @@ class ComparedEngine(MeetingEngine):
     # -- the end -------------------------------------------------------------------------
 
     def drain(self) -> bool:
-        """Wait until the calls so far were compared, if data did not wait for that. True if a call
-        failed: the explanation follows.
-        """
+        """Wait until the calls so far were compared. True if one failed: the error follows."""
         return self._failed is not None
 
     def may_wait(self) -> bool:

@@ -30,9 +30,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class StreamCompletion(OwnCompletion):
-    """The completion of an operation on a device's streams: done if it was compared, and if the
-    data has moved.
-    """
+    """The completion of an operation on a stream: done if compared, and data has moved."""
 
     def __init__(self, engine: StreamEngine, work: Any, waits: Waits) -> None:
         super().__init__(waits)
@@ -87,9 +85,7 @@ class StreamEngine(ComparedEngine):
         self.submit(operation).wait(-1.0)
 
     def submit(self, operation: Operation) -> PythonCompletion:
-        """Start ``operation``. A wait is over when the calls of all ranks were compared, and the
-        current stream waits for the data.
-        """
+        """Start ``operation``. Waits are for the comparison, and have the stream wait for data."""
         with self._lock:
             self._entered += 1
             number = self._entered

@@ -128,9 +128,7 @@ def _number(tensor: Tensor) -> Tensor:
 
 
 def _scaled(tensor: Tensor, operation: Operation) -> Tensor:
-    """``tensor``, multiplied by the factor if the reduction is a PREMUL_SUM. NCCL would forget the
-    factor in a group of one rank.
-    """
+    """``tensor``, multiplied by the factor of a PREMUL_SUM, which NCCL forgets in groups of one."""
     scales = kind_of(operation.reduce_op) is RedOpType.PREMUL_SUM
     return tensor * op_factor(operation.reduce_op) if scales else tensor
 
@@ -176,9 +174,7 @@ def kind_of(op: AnyReduceOp | None) -> RedOpType:
 
 
 def said_by(text: str) -> str:
-    """The words of an engine's error that help a person: without places in C++. Adds a remedy to a
-    known error.
-    """
+    """The words of an engine's error that help a person, with a remedy for a known error."""
     said = text.strip().partition("\n")[0].rpartition("] ")[2]
     cause = re.search(r"Last error:\s*(\S.*)", text)  # NCCL's own words, at the end of torch's
     if cause is not None:

@@ -163,9 +163,7 @@ class GlooGroup(EngineGroup):
         return super().recv(tensors, src, tag)
 
     def _check_message(self, name: str, tensors: list[Tensor]) -> None:
-        """Raise NotImplementedError unless the tensor is a CPU tensor: Gloo sends no messages from
-        other devices.
-        """
+        """Raise NotImplementedError unless the tensor is on the CPU: Gloo sends no others."""
         device = tensors[0].device
         if device.type != "cpu":
             raise NotImplementedError(
