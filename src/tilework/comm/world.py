@@ -245,6 +245,10 @@ class World(_Slots):
             _, state = self.states.popitem()
             if hasattr(state, "close"):
                 state.close()
+        guests, self.guests = self.guests, None
+        if guests is not None:
+            guests.borrowed.clear()  # else they would close after the wait for callbacks
+            guests.end()
         self.close()
 
     def close(self) -> None:

@@ -65,9 +65,7 @@ class OtherDevices:
         return {device: name for device, name in pairs if device != "cpu"}
 
     def group_for(self, group: Any, device: torch.device) -> Any:
-        """A torch group that moves tensors on ``device``; the first call makes the engine. Refuses
-        devices without an engine, or with one that tilework cannot be combined with.
-        """
+        """A torch group for tensors on ``device``, made once. Refuses devices without engine."""
         kind = device.type
         name = self.names(group).get(kind)
         if name == "tilework":

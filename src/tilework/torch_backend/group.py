@@ -90,10 +90,8 @@ def time_limit(opts: Any) -> timedelta | None:
 
 
 def name_writer(tensor: Tensor, operation: str) -> None:
-    """Let backward name ``operation``, if the node that made ``tensor`` needs the old values.
-
-    Operations write to tensors without a word to autograd, except that a write is counted. torch's
-    error for the write names the node alone.
+    """Let backward name ``operation`` if the node that made ``tensor`` needs the values that it
+    wrote over: autograd counts the write, and its error names the node alone.
     """
     made: Any = tensor.grad_fn
     site = call_site()

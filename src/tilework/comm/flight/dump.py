@@ -54,10 +54,7 @@ def note_fault(cause: BaseException | str) -> None:
 
 
 def write_all() -> None:
-    """Write the flight records of all ranks of this process. Never raises.
-
-    Does nothing unless TILEWORK_FLIGHT_DIR names a folder.
-    """
+    """Write the flight records of all ranks of this process, if a folder is named. Never raises."""
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if folder:
         for rank, worlds in _ranks().items():

@@ -217,10 +217,8 @@ def is_send(entry: Entry) -> bool:
 
 
 def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
-    """For each rank that cannot continue, the waits that hold it up.
-
-    A rank with asynchronous operations in flight may be computing: the rank's stack shows which
-    operation, if any, the rank waits for. A wait that was given up counts as a wait.
+    """For each rank that cannot continue, the waits that hold it up; given-up waits count. A rank
+    with asynchronous operations in flight may compute: its stack tells.
     """
     by_rank: dict[int, list[Wait]] = {}
     all_own: dict[int, list[Wait]] = {}
@@ -246,9 +244,8 @@ def _gave_up(entry: Entry) -> bool:
 
 
 def circles(held_up: Mapping[int, Sequence[Wait]]) -> list[list[Wait]]:
-    """Cycles of ranks that wait for each other: see :func:`tilework.wait_graph.cycles`.
-
-    A message may come from several ranks, so no single rank of them holds up the receiver.
+    """Cycles of ranks that wait for each other. A message that may come from several ranks is held
+    up by none of them.
     """
     return cycles(
         wait

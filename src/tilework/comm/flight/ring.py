@@ -101,10 +101,7 @@ class Pending(Protocol):
         ...
 
     def fault(self) -> tuple[str, tuple[int, ...], str] | None:
-        """The kind of the fault that ended the operation, the ranks at fault, and a text.
-
-        None if the operation runs or has succeeded.
-        """
+        """The fault that ended the operation: kind, ranks at fault, a text; or None."""
         ...
 
 
@@ -220,18 +217,12 @@ class Ring:
         return slot
 
     def end(self, slot: Slot, failure: str = "") -> None:
-        """Note that the operation of ``slot`` has ended, and ``failure``, the reason if it failed.
-
-        To be called once per operation.
-        """
+        """Note that the operation of ``slot`` has ended; ``failure`` is the reason, if it failed."""
         slot[_OUTCOME] = failure
         slot[_ENDED] = _now()
 
     def follow(self, slot: Slot, pending: Pending) -> None:
-        """Let :meth:`entries` ask ``pending`` for the outcome until :meth:`end` is called.
-
-        ``pending`` is kept alive, so it must not hold tensors.
-        """
+        """Let :meth:`entries` ask ``pending``, which holds no tensors, until the end."""
         slot[_PENDING] = pending
 
     def tail(self) -> Tail:
@@ -327,10 +318,8 @@ def _entry(slot: _Slot, ahead: float) -> Entry:
 
 
 def outcome(ended: float | None, result: str | Pending | None) -> str:
-    """The outcome of an operation as text: "running", "done", or "failed: " and the reason.
-
-    ``ended`` is the time of the end, or None. ``result`` is the reason of a failure ("": none), or
-    an object that is asked for the outcome.
+    """The outcome as text: "running", "done", or "failed: " and the reason. ``ended`` is a time or
+    None; ``result`` a reason ("": none), or an object that is asked.
     """
     if isinstance(result, str) or ended is not None:
         return f"{FAILED}{result}" if result else DONE

@@ -62,11 +62,7 @@ class Straggler:
 
 
 def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[int, float]:
-    """The rank's own time in seconds before each collective of a group, by the collective's number,
-    from the operations in the group and in others.
-
-    The first collective has no own time.
-    """
+    """The rank's own time in seconds before each collective of a group but the first, by number."""
     calls = {entry.number: entry for entry in entries if entry.number}
     waits = _Waits(entries, others)
     times = {}
@@ -86,10 +82,8 @@ def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
 
 
 def blocking(entries: Iterable[Entry], all_entries: Iterable[Entry]) -> list[Entry]:
-    """The operations among ``entries`` of a rank in which the rank did nothing else, by time of
-    entry.
-
-    (Within an asynchronous operation the rank enters others.) Those that run still are left out.
+    """The ended operations of a rank in which it did nothing else, by time of entry. Within an
+    asynchronous operation the rank enters others.
     """
     begun = sorted(entry.entered for entry in all_entries)
     return [

@@ -25,9 +25,7 @@ _functions: list[Callable[[], None]] = []
 
 
 def add_function(function: Callable[[], None]) -> None:
-    """Have ``function`` called repeatedly by every thread that waits long for other ranks. It must
-    be quick, and may raise to end the wait. Idempotent.
-    """
+    """Have threads that wait long call ``function``, which is quick, and may raise. Idempotent."""
     if function in _functions:
         return
     _functions.append(function)
@@ -75,11 +73,7 @@ def _look_of(kind: type[Looker]) -> Callable[[], None]:
 def collective_wait(
     groups: Iterable[ProcessGroup],
 ) -> tuple[ProcessGroup, int, Sequence[int]] | None:
-    """The collective that the calling thread waits in: the group, the operation's number there, and
-    the group ranks that it waits for.
-
-    None if the thread waits in no collective of ``groups``.
-    """
+    """The collective that the calling thread waits in: group, number, awaited ranks; or None."""
     for group in groups:
         wait = group.waiting()
         if wait is not None:

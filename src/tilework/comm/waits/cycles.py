@@ -482,10 +482,7 @@ class CycleSearch:
 def held_up_by(
     cycle: Sequence[WaitRecord], read: Callable[[int], WaitRecord | None]
 ) -> Sequence[WaitRecord]:
-    """The records of a cycle, and of ranks that wait for it directly or indirectly.
-
-    Only ranks that hold up other ranks have records.
-    """
+    """The records of a cycle, and of the ranks that wait for it, if they hold up others."""
     records = {record.rank: record for record in cycle}
     queue = [*cycle]
     for record in queue:

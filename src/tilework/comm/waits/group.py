@@ -84,15 +84,11 @@ class GroupWait:
         self.check([self.ranks[position] for position in missing])
 
     def roll(self) -> str:
-        """The identities of all ranks, as a text, for the job's first group. The last rank to come
-        reads them for the others, because the store may end soon.
-        """
+        """The identities of all ranks, which the last to come reads: the store may end soon."""
         return "" if self.watch is None or self.groups else self.watch.roll()
 
     def check(self, missing: Collection[int] | None = None) -> None:
-        """Raise if waiting for the ``missing`` ranks (None: unknown) is futile. To be called
-        repeatedly; limits the number of looks itself.
-        """
+        """Raise if waiting for the ``missing`` ranks (None: unknown) is futile. Called often."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -106,8 +102,8 @@ class GroupWait:
         self._next_look = time.monotonic() + self._pause
 
     def fail(self, error: BaseException) -> DistError | None:
-        """Report to the other ranks why this rank cannot make the group. Never raises. Returns the
-        error that another rank has reported before, or None.
+        """Tell the other ranks why this rank cannot make the group. Never raises. Returns another
+        rank's earlier error, or None.
         """
         kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
@@ -124,10 +120,8 @@ class GroupWait:
         return None
 
     def part(self) -> None:
-        """Leave the waiting ranks, once this rank knows that the wait is futile. Never raises.
-
-        Rank 0, which may serve the store, stays for a moment, or until the others have heard of the
-        failure: otherwise they would name rank 0 as the lost rank.
+        """Leave the waiting ranks, since the wait is futile. Never raises. Rank 0, which may serve
+        the store, stays until the others have heard, or would be named as lost.
         """
         if self._is_cut_off:
             return

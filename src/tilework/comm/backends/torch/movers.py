@@ -66,10 +66,8 @@ class StreamMover(Mover):
 
 
 def end_connections(backend: Any, rank: int, size: int) -> None:
-    """Make every wait on a Gloo object fail, here and at the other ends.
-
-    Gloo's abort() ends nothing. The only way is a wait that times out, which closes all
-    connections.
+    """Make every wait on a Gloo object fail, here and at the other ends, by a wait that times out,
+    which closes all connections. Nothing else does.
     """
     for peer in (other for other in range(size) if other != rank):
         nothing = torch.empty(1, dtype=torch.uint8)

@@ -133,18 +133,10 @@ class GlooGroup(EngineGroup):
     """A process group on torch's Gloo."""
 
     _DTYPES = frozenset(
-        getattr(torch, name)
-        for name in [
-            "float64",
-            "float32",
-            "float16",
-            "bfloat16",
-            "int64",
-            "int32",
-            "int8",
-            "uint8",
-            "bool",
-        ]
+        (
+            *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+            *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+        )
     )
 
     @classmethod
