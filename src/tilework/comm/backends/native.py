@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -407,11 +408,8 @@ class NativeGroup(ProcessGroup):
         return self._aborted_error(place, "waiting for other ranks", "")
 
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
-        try:
+        with suppress(self.engine.fault_type):  # closed on this rank: no operation waits in it
             self.engine.abort(kind, _with_ranks(ranks, text))
-        except self.engine.fault_type:  # closed on this rank: no operation waits in it
-            return
-        note_fault(f"aborted group {self.group_name!r}: {text}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = seconds_of(timeout)

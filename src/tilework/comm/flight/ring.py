@@ -217,7 +217,7 @@ class Ring:
         return slot
 
     def end(self, slot: Slot, failure: str = "") -> None:
-        """Note that the operation of ``slot`` has ended; ``failure`` is the reason, if it failed."""
+        """Note that the operation of ``slot`` has ended; ``failure``: the reason, if it failed."""
         slot[_OUTCOME] = failure
         slot[_ENDED] = _now()
 

@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 from tilework.comm import provenance_digest
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.ring import Entry
 from tilework.comm.per_call.callbacks import callbacks_due
 from tilework.comm.per_call.callsite import in_library, stacks_of_threads
@@ -343,6 +344,8 @@ def _abort(task: _Task, ranks: Sequence[int], text: str) -> None:
     record = task.record
     for name in dict.fromkeys([*(name for _, name, _ in record.held_up), record.group]):
         task.context.run(task.groups[name].abort_for, "mismatch", ranks, text)
+    # A record takes time, in which ranks that know end: others would see deaths.
+    task.context.run(note_fault, text)
 
 
 def _read(store: Store, key: str) -> bytes | None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.flight.dump import note_fault
 from tilework.comm.making.rank_watch import RankWatch
 from tilework.errors import (
     CollectiveMismatchError,
@@ -248,6 +249,7 @@ class GroupWait:
         finally:
             # Abort last: it ends that rank's wait, and then perhaps the rank.
             group.abort_for("mismatch", [self.me, rank], text)
+            note_fault(text)
         raise error
 
     def _told(self, error: DistBackendError) -> DistError:
