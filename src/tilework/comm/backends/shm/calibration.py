@@ -41,7 +41,7 @@ _SINGLE_COPY: Final = "single_copy_"
 _BELOW: Final = "_below_bytes"
 #: The smallest messages that are read from peers if the user wants that.
 _WANTED_FROM_BYTES: Final = 64 * 1024
-#: More ranks are taken to be like so many.
+#: More ranks are taken to be like so many, and more than two on a core like two.
 _MOST_RANKS: Final = 8
 #: Seconds between two rounds: what disturbs for a while should not disturb both.
 _LATER: Final = 600.0
@@ -252,11 +252,12 @@ def cache_folder() -> Path:
 
 def host_facts(cpus: frozenset[int] | None = None, ranks: int = 2) -> dict[str, Any]:
     """The facts that a calibration depends on, for some CPUs (None: this process's) and ranks."""
+    cores = usable_cores(cpus=cpus)
     return {
         "processor": processor_name(),
         "caches": cache_sizes(),
-        "cores": usable_cores(cpus=cpus),
-        "ranks": min(_MOST_RANKS, 1 << max(1, (ranks - 1).bit_length())),
+        "cores": cores,
+        "ranks": min(_MOST_RANKS, 2 * cores, 1 << max(1, (ranks - 1).bit_length())),
         "kernel": platform.release(),
         "huge_pages": huge_pages.in_tensors(),
         "tilework": _version(),
