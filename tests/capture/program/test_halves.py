@@ -26,8 +26,9 @@ def test_gradients_of_arguments_come_before_those_of_parameters() -> None:
     x, grad = torch.randn(5, 3, requires_grad=True), torch.randn(5, 2)
     function = recorded(module, x)
     result = function(x)
-    assert function.last is not None
-    ((argument, found),) = function.last.input_gradients([grad])
+    call = function.take_last()
+    assert call is not None
+    ((argument, found),) = call.input_gradients([grad])
     assert argument is x
     assert all(p.grad is None for p in module.parameters())
     result.backward(grad)
@@ -54,8 +55,9 @@ def test_values_that_were_written_to_since_the_first_half_are_refused() -> None:
     module, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
     function = recorded(module, x)
     result = function(x)
-    assert function.last is not None
-    function.last.input_gradients([torch.ones(2, 3)])
+    call = function.take_last()
+    assert call is not None
+    call.input_gradients([torch.ones(2, 3)])
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -31,7 +31,7 @@ def run_with_newcomer(n: int, victim: int) -> list[object]:
     def program(rank: int) -> object:
         world = current_world()
         if rank == n:
-            world.default_group = rejoin(world, store, victim, LIMIT)
+            world.default_group = rejoin(world, store, victim, LIMIT, None)
             return dist.get_rank(), summed(), world.default_group.origins
         dist.init_process_group("threads", store=store, rank=rank, world_size=n, timeout=LIMIT)
         if rank == victim:

@@ -332,7 +332,7 @@ def test_a_newcomer_gets_its_part_of_the_state(kind: str, shared: bool) -> None:
 
         loop = make_loop(kind, disturb, shared=shared)
         if rank == 3:
-            world.default_group = rejoin(world, store, 0, limit)
+            world.default_group = rejoin(world, store, 0, limit, None)
             world.default_group.successors = _SUCCESSORS
         else:
             dist.init_process_group("threads", store=store, rank=rank, world_size=3, timeout=limit)
