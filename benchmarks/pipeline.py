@@ -105,7 +105,7 @@ def own_step(kind: str, model: nn.Sequential, microbatches: int, way: str) -> Ca
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     plan = KINDS[kind][0](ranks, microbatches)
     cuts = any(action.kind == "weights" for action in plan.actions[0])
-    how = "python" if way == WHOLE and cuts else CAPTURE.get(way)
+    how: Any = "python" if way == WHOLE and cuts else CAPTURE.get(way)
     stages = pipeline(model, mesh, schedule=plan, capture=how)
     x = torch.ones(ROWS * microbatches, WIDTH)
 
