@@ -132,6 +132,24 @@ def too_late(rank: Rank) -> list[tuple[tuple[int, ...], str]]:
     return found
 
 
+def not_all_come(rank: Rank) -> str:
+    os.environ["TILEWORK_BACKEND"] = "gloo"
+    with pytest.raises(tw.DistStoreError) as caught:
+        dist.init_process_group(
+            "tilework",
+            init_method=f"file://{rank.folder}/store",
+            rank=rank.number,
+            world_size=3,
+            timeout=timedelta(seconds=2),
+        )
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
+    for text in ranks(2, not_all_come):
+        assert "missing rank 2" in text
+
+
 def in_a_circle(rank: Rank) -> list[str]:
     join(rank)
     found = []

@@ -41,7 +41,7 @@ from tilework.comm.per_call.internal import call_site
 from tilework.comm.provenance_digest import carrying
 from tilework.comm.world import GroupRecord, World, current_world
 from tilework.errors import CollectiveTimeoutError
-from tilework.store import PrefixStore
+from tilework.store import PrefixStore, store_based_barrier
 from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
 from tilework.torch_backend.work import DoneWork, TorchWork
@@ -470,6 +470,8 @@ def _make_group(world: World, request: Any, options: Any, device: str) -> Proces
     # A store may outlive a group, and torch numbers groups from 0 after the last was destroyed.
     generation = store.add(f"tilework/generations/{device}/{rank}", 1)
     shared = PrefixStore(f"tilework/{device}/{generation}", store)
+    # Names ranks that do not come; torch's engines, and their stores, do not.
+    store_based_barrier(ranks[rank], shared, "makers", len(ranks), timeout, ranks=ranks)
     choice = os.environ.get("TILEWORK_BACKEND")
     backend = BackendConfig(choice).get_device_backend_map().get(device, "nccl")
     name = str(request.group_id) + ("" if device == "cpu" else f" on {device}")
