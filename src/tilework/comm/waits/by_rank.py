@@ -70,6 +70,11 @@ def _look_of(kind: type[Looker]) -> Callable[[], None]:
     return look
 
 
+def open_groups(world: World) -> list[ProcessGroup]:
+    """The groups that were not aborted: others may still name the wait that the abort ended."""
+    return [group for group in world.records if group.why_aborted() is None]
+
+
 def collective_wait(
     groups: Iterable[ProcessGroup],
 ) -> tuple[ProcessGroup, int, Sequence[int]] | None:

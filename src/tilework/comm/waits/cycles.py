@@ -45,7 +45,12 @@ from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.ring import Entry
 from tilework.comm.per_call.callbacks import callbacks_due
 from tilework.comm.per_call.callsite import in_library, stacks_of_threads
-from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, operation_name
+from tilework.comm.waits.by_rank import (
+    collective_wait,
+    look_while_waiting,
+    open_groups,
+    operation_name,
+)
 from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
@@ -179,7 +184,7 @@ class CyclicWaits:
             return
         young = now - self._begun < _YOUNG_SECONDS
         self._next = now + (_PERIOD if young else _LATER_PERIOD)
-        groups = [*world.records]
+        groups = open_groups(world)
         wait, entry = _wait_of(groups)
         if wait is None:
             return

@@ -12,6 +12,7 @@ from tilework.comm.waits.by_rank import (
     collective_wait,
     look_while_waiting,
     message_wait,
+    open_groups,
     operation_name,
 )
 from tilework.comm.world import World
@@ -49,7 +50,7 @@ class LateWaits:
             return
         self._next_look = now + _PERIOD
         self._tell_of_store(world)
-        groups = [*world.records]
+        groups = open_groups(world)
         collective = collective_wait(groups)
         if collective is not None:
             group, number, awaited = collective
