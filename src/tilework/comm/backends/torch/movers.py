@@ -44,7 +44,7 @@ class Mover:
 
 
 class GlooMover(Mover):
-    """A mover on torch's Gloo, whose abort() ends nothing."""
+    """A mover on torch's Gloo (or MPI), whose abort() ends nothing."""
 
     def interrupt(self) -> None:
         backend = self.backend

@@ -271,5 +271,5 @@ ENGINES: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
     "gloo": _engine("gloo", _make_gloo, GlooMover, GlooGroup),
     "nccl": _engine("nccl", _make_nccl, StreamMover, NcclGroup),
     "ucc": _engine("ucc", _make_ucc, StreamMover, EngineGroup),
-    "mpi": _engine("mpi", _make_mpi, Mover, EngineGroup),
+    "mpi": _engine("mpi", _make_mpi, GlooMover, EngineGroup),
 }
