@@ -142,7 +142,7 @@ def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[
 
 
 def parameter_names(entry: OpEntry) -> tuple[str, ...]:
-    """The names of an operator's arguments, positional ones first, by rules and torch."""
+    """The names of an operator's arguments, positional names first."""
     by_rules = [
         list(signature(rule).parameters.values())
         for rule in (entry.dtensor_rule, entry.rule)
