@@ -58,15 +58,7 @@ def spec_from_local(
     order: Sequence[int] | None,
     run_check: bool,
 ) -> DTensorSpec:
-    """The layout of the tensor whose local tensor on this rank is ``local``.
-
-    Collective over the mesh if the global shape depends on other ranks' local tensors, or with
-    ``run_check``. If some axis replicates, the ranks compare values as well.
-
-    Raises:
-        ValueError: Local tensors do not fit together; on every rank if the call is collective.
-        CollectiveMismatchError: Replicas have different values.
-    """
+    """The layout of the tensor with this local tensor; ranks compare. May be collective."""
     if shape is not None and not run_check:
         return _checked(local, spec_of(mesh, placements, shape, order), shape)
     sharded = any(
@@ -254,9 +246,7 @@ def _inferred(
 def sizes_along(
     shapes: Mapping[int, Ints], mesh: DeviceMesh, dim: int, axes: Sequence[int]
 ) -> list[int]:
-    """The sizes of the shards of a dim along ``axes`` (the outermost first), in order, by the local
-    shapes of the ranks that are first along other axes.
-    """
+    """The sizes of a dim's shards along ``axes``, the outermost first, by local shapes."""
     sizes = []
     for places in product(*[range(mesh.shape[axis]) for axis in axes]):
         coordinate = [0] * mesh.ndim

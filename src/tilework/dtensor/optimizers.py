@@ -101,10 +101,7 @@ _Taken = tuple[Tensor, Tensor, dict[str, Any] | None, dict[str, Any]]
 def _locals_of(
     params: Sequence[Tensor], states: Any, local_states: dict[Tensor, Any]
 ) -> list[_Taken] | None:
-    """The local tensors of parameters, and those of the states; None if there is no local step.
-
-    Stores digests that follow from the parameters' values, before the step changes the values.
-    """
+    """Local tensors of parameters and states; None: no local step. Stores digests before."""
     found: list[_Taken] = []
     for param in params:
         state = states.get(param)

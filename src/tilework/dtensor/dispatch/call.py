@@ -201,10 +201,7 @@ _WRITES_NOTHING = frozenset(
 
 
 def tracked(name: str, handler: Handler) -> Handler:
-    """A handler whose collectives and results carry the digest of the operator and the operands.
-
-    A name with a final "_" is that of an operator that writes to the first argument.
-    """
+    """A handler with the operands' digest; a name with a final ``_`` writes to the first."""
     own = stable_digest(name)
     writes = name.endswith("_") and not name.endswith("__")  # as __float__ does
     first = int(name in _FILLS)

@@ -33,13 +33,7 @@ def check_write(name: str, target: Any, others: Sequence[Any] = ()) -> None:
 
 
 def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> None:
-    """Raise if an operator may not write to a tensor. Local.
-
-    A tensor whose elements share places in memory is refused on every rank, since only some ranks
-    may have several of these elements. If gradients are recorded, some views are refused, too:
-    those made without gradients or together with others by one operator, which the graph does not
-    see.
-    """
+    """Raise on all ranks if a tensor may not be written: shared places, views in the graph."""
     if not isinstance(target, DTensor):
         return
     check_in_graph(name, target, others)

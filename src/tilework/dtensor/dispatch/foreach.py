@@ -40,11 +40,7 @@ _FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "s
 
 @dtensor_handler(*_FUSED, *(name for name in dir(torch) if name.startswith("_foreach_")))
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator on lists of DTensors.
-
-    Where the tensors at each place of the lists have one layout, as parameters, gradients and
-    states of an optimizer have, it runs on their local tensors; else tensor by tensor.
-    """
+    """The result of an operator on lists: on local tensors if layouts match, else one by one."""
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
     if name == "_foreach_norm":

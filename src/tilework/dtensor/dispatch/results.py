@@ -75,12 +75,7 @@ def _wrapped_pieces(result: Any, outputs: Sequence[DTensorSpec], digest: int) ->
 
 
 def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[DTensorSpec] | None]:
-    """A local result and the layouts, after partial values were reduced. Collective.
-
-    Called for reductions other than sums, such as maxima: there the gradient of a partial value
-    differs by rank, and a user would not see the gradient of the reduced value at the tensor.
-    Without gradients nothing is done.
-    """
+    """A local result after partial values were reduced, whose gradients differ. Collective."""
     tensors = tensors_in(result)
     if outputs is None or not (
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -167,15 +162,7 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: 
 
 
 def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of an operator that writes values of DTensors to a plain tensor. Collective.
-
-    The plain tensor has no layout: every rank writes the full values to a plain tensor. Single
-    numbers, such as a norm that gradients are divided by, are replicated; otherwise a warning is
-    given.
-
-    Raises:
-        NotImplementedError: Within ``strict()``, if tensors are gathered; nothing is written.
-    """
+    """The result of writing DTensors' full values to a plain tensor. Collective."""
     tensors = tensors_in([*args, *kwargs.values()])
     among = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if not all(tensor._spec.takes_part for tensor in among):

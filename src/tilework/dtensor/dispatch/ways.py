@@ -234,10 +234,7 @@ def _view(_: Ways, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
 
 
 def _show_base(result: Any, base: Tensor) -> None:
-    """Let the provenance digest of views depend on that of ``base``, the call's first tensor.
-
-    So a later write to the base counts, too.
-    """
+    """Let digests of views depend on that of ``base``, and on later writes to it."""
     if base.__class__ is not DTensor:
         return
     if result.__class__ is DTensor:

@@ -44,10 +44,7 @@ class _Memory(NamedTuple):
 
 
 class BucketMemory:
-    """The memory of one bucket, where each gradient has a place, numbered from 0.
-
-    With ``keeps_views`` gradients are views of the bucket, which is then never replaced.
-    """
+    """The memory of a bucket, with numbered places; ``keeps_views``: never replaced."""
 
     def __init__(
         self, tensors: Sequence[Tensor], dtype: torch.dtype, group: ProcessGroup, keeps_views: bool
@@ -154,12 +151,7 @@ class BucketMemory:
 
     @torch.no_grad()
     def fill(self, missing: Collection[int] = ()) -> list[int]:
-        """Copy in the gradients that lie elsewhere, and zeros for missing gradients. Local.
-
-        Gradients of earlier passes at ``missing`` places, which this pass does not produce, still
-        count, but leave the bucket's memory: the program may want them unchanged. Returns the
-        places of tensors without a gradient.
-        """
+        """Copy in gradients that lie elsewhere, and zeros for absent ones, which are returned."""
         views = self.views
         for place in missing:
             grad = self.tensors[place].grad

@@ -20,9 +20,7 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The gradients of each bucket, as indices of parameters in the order in memory, and the size
-    in bytes at which it was closed. Buckets are reduced in this order.
-    """
+    """The members of each bucket, by index, and the bytes at which it was closed, in order."""
 
     buckets: tuple[tuple[int, ...], ...]
     size_limits: tuple[int, ...]
@@ -154,14 +152,7 @@ def ordered_plan(
 def size_limits_of(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> tuple[int, ...]:
-    """The size limits of buckets in bytes, in the order in which they are reduced: from the limit
-    in MiB of all buckets but the first, or from a list for single buckets, whose last serves all
-    others.
-
-    Raises:
-        TypeError: A limit is not a number.
-        ValueError: A limit is not positive, or not finite.
-    """
+    """The buckets' size limits in bytes, in the order of reduction, from settings in MiB."""
     if bucket_cap_mb_list:
         return tuple(map(bucket_bytes_of, bucket_cap_mb_list))
     size = bucket_bytes_of(bucket_cap_mb)
@@ -169,9 +160,7 @@ def size_limits_of(
 
 
 def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
-    """The size limit of a bucket in bytes, from a user's setting in MiB, a positive finite
-    number.
-    """
+    """A bucket's size limit in bytes, from a positive finite number of MiB."""
     if bucket_cap_mb is None:
         return DEFAULT_BUCKET_BYTES
     if not isinstance(bucket_cap_mb, int | float):

@@ -46,10 +46,7 @@ _BUILT_IN = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
 
 
 def ignored_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of parameters and buffers that ``module`` excludes from broadcasts and reductions.
-
-    Empty unless ``_set_params_and_buffers_to_ignore_for_model`` was called with the module.
-    """
+    """The names that ``module`` excludes from broadcasts and reductions."""
     return tuple(getattr(module, _IGNORED, ()))
 
 
@@ -60,9 +57,7 @@ class TorchDDPNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Exclude parameters and buffers from broadcasts and reductions, by full names, before
-        ``module`` is wrapped. Raises ValueError for names that the module lacks.
-        """
+        """Exclude names from broadcasts and reductions before wrapping; unknown names raise."""
         names = list(params_and_buffers_to_ignore)
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -375,10 +370,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
 
     @contextmanager
     def buffers_sent(self) -> Iterator[None]:
-        """A context whose forward passes do not send buffers, as they were sent before the first.
-
-        For several forward passes before the first backward, as in a pipeline. Collective.
-        """
+        """A context that sends buffers once, for several forward passes. Collective."""
         sends, self.broadcast_buffers = self.broadcast_buffers, False
         try:
             if sends and self._structure.has_buffers():
@@ -459,11 +451,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook by which this module ends a join context with equal parameters on all ranks.
-
-        Args:
-            kwargs: ``divide_by_initial_world_size``, as for :meth:`join`; others are ignored.
-        """
+        """The hook by which this module ends a join context, with equal parameters."""
         self.reducer.divide_by_initial_size = kwargs.get("divide_by_initial_world_size", True)
         return _FinalSync(self)
 

@@ -29,18 +29,11 @@ class JoinHook:
         """Called once for each iteration that the other ranks still make."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once when all ranks have run out.
-
-        Args:
-            is_last_joiner: True on the ranks that ran out last.
-        """
+        """Called once when all ranks have run out; ``is_last_joiner`` on those that were last."""
 
 
 class Joinable(ABC):
-    """A base class of objects that communicate in each iteration, and work within :class:`Join`.
-
-    There ranks may run out of inputs at different times.
-    """
+    """A base class of objects that communicate in each iteration, for :class:`Join`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +58,7 @@ class _ActiveGroups:
 
 
 def active_group(group: ProcessGroup) -> ProcessGroup:
-    """The group of those ranks of ``group`` that still have inputs.
-
-    Outside of :class:`Join` this is ``group`` itself.
-    """
+    """The ranks of a group that still have inputs; outside of Join the group itself."""
     return current_world().state(_ActiveGroups).of.get(group, group)
 
 

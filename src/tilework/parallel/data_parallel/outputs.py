@@ -37,11 +37,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a value in which ``change`` was applied to each tensor.
-
-    Parts in which that changes nothing are not copied: modules may share a list or a dict. The
-    batch sizes of a PackedSequence stay: they must be on the CPU.
-    """
+    """A copy of a value with changed tensors; parts without changes are not copied."""
     if isinstance(value, Tensor):
         return change(value)
     parts = _parts_of(value)
@@ -151,12 +147,7 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def call_before_backward(value: Any, call: Callable[[], None], inputs: Any) -> Any:
-    """Let ``call`` run when backward reaches a tensor of a module's output; return the output.
-
-    Unlike :func:`call_at_backward` it puts hooks in the graph instead of new nodes, so that the
-    output is not copied. If a tensor was not computed, or is one of ``inputs``, it falls back to
-    :func:`call_at_backward`.
-    """
+    """Run ``call`` when backward reaches an output, which is copied only if it must."""
     passed = {id(tensor) for tensor in tensors_of(inputs)}
     nodes: dict[Any, None] = {}
     for tensor in tensors_of(value):

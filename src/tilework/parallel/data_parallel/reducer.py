@@ -46,15 +46,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """Settings of a reducer, the same on all ranks.
-
-    Attributes:
-        size_limits: The size limits of buckets in bytes; the last one serves all others.
-        find_unused: True if gradients may be missing, on some ranks or on all.
-        static_graph: True if every pass marks the same gradients, as often as the first pass.
-        bucket_view: True if gradients are views of the buckets.
-        reduce_dtype: The dtype of reductions; None: the gradients' own dtype.
-    """
+    """Settings of a reducer, the same on all ranks; the last size limit serves all others."""
 
     size_limits: tuple[int, ...]
     find_unused: bool = False
@@ -225,11 +217,7 @@ class Reducer:
             bucket.times = BucketTimes()
 
     def expect(self, unused: set[int] | None) -> None:
-        """Note that a forward pass was made, whose backward pass is to reduce gradients. Local.
-
-        That will not produce the gradients in ``unused`` (None: not known). After several forward
-        passes before one backward, a gradient is unused if none of them uses it.
-        """
+        """Note a forward pass whose backward is to reduce, without ``unused``. Local."""
         self.expecting = True
         known = self._unused_ahead
         self._unused_ahead = unused if known is None or unused is None else known & unused
@@ -243,11 +231,7 @@ class Reducer:
             self._reset()
 
     def begin(self) -> None:
-        """Prepare for the reductions of the backward pass that runs, unless that is done already.
-
-        Backward calls it on reaching an output of a forward pass outside of ``no_sync()``, even if
-        a forward pass within ``no_sync()`` came later.
-        """
+        """Prepare for the reductions of the backward pass that runs, unless done. Local."""
         if self._open or not self._will_accumulate():
             return
         self.accumulating = False

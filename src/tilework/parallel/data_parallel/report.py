@@ -28,15 +28,7 @@ class BucketTimes:
 
 @dataclass
 class PassTimes:
-    """Times of one backward pass.
-
-    Attributes:
-        started: The first gradient, or the backward of an output, was reached.
-        computed: All gradients were computed, and all reductions started.
-        ended: All reductions were done.
-        blocked: Seconds before ``computed`` in which backward waited for a reduction.
-        buckets: The times of each bucket.
-    """
+    """When a backward pass started, had ``computed`` and ``ended``, and the seconds ``blocked``."""
 
     started: float
     computed: float = 0.0
@@ -91,10 +83,7 @@ class StepReport:
 
     @property
     def hidden(self) -> float:
-        """The share of communication that ran beside backward, from 0 to 1: of the time in which a
-        bucket was being reduced, the share in which backward did not wait. 0 where no processor is
-        idle.
-        """
+        """The share of communication, from 0 to 1, in which backward did not wait for it."""
         total, end = 0.0, 0.0
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.started_ms):
             total += max(0.0, bucket.reduced_ms - max(bucket.started_ms, end))

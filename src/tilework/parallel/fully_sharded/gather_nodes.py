@@ -68,12 +68,7 @@ class GatherParameters(torch.autograd.Function):
 
 
 class AverageToShards(torch.autograd.Function):
-    """Averages over the ranks of full gradients, as shards, for gradients of gradients.
-
-    A shard's gradient is the gradient of one value that all ranks have computed. Therefore each
-    rank's share in the average has the gathered gradient itself, not a fraction of it:
-    :class:`GatherParameters` averages later.
-    """
+    """The averages as shards; backward gathers: GatherParameters averages later."""
 
     @staticmethod
     def forward(
@@ -149,13 +144,7 @@ _OWN_TYPES = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
-    """Make operators save a :class:`Saved` instead of full tensors, and other tensors as always.
-
-    Hooks around this context (such as a checkpoint's) get the other tensors. Without hooks torch
-    checks in backward that a saved tensor was not written to. Hooks switch that check off;
-    therefore this context makes it. ``use``, the module's forward pass, has the memory in backward:
-    ``use.block(which)``.
-    """
+    """Make operators save a :class:`Saved` for full tensors; others as hooks around, or checked."""
     around = _hooks_around(False)
     spans = list(gatherings)
 

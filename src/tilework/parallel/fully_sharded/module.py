@@ -21,17 +21,12 @@ _COMPILED = ("_compiled_run", "_compiled_call_impl")
 
 
 class FSDPModule:
-    """The additional methods of a module after :func:`fully_shard`, which makes the class of the
-    module a subclass of FSDPModule.
-    """
+    """The additional methods of a module after :func:`fully_shard`, as a base of its class."""
 
     _fsdp_state: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the former class, which is not sharded.
-
-        ``nn.Sequential`` makes slices by calling the class of the container, which may be this.
-        """
+        """Make a module of the former class, as ``nn.Sequential`` does for slices."""
         plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         module = plain.__new__(plain, *args, **kwargs)
         plain.__init__(module, *args, **kwargs)

@@ -58,12 +58,8 @@ class DataParallelMeshDims:
 
 @dataclass
 class Reduction:
-    """The reduction of full gradients to gradients of shards.
-
-    Unless it ``is_due``, gradients wait until the program asks for them, or until a pass where it
-    is; without ``reduces_replicas`` they wait where there are replicas. The divisor of sums over
-    all ranks is ``divide_factor``, else the number of ranks; with ``sums`` they are divided after
-    the collectives. ``hook`` is called with each tensor of reduced gradients.
+    """The reduction of full gradients to gradients of shards; unless it ``is_due`` they wait, and
+    without ``reduces_replicas`` where there are replicas. With ``sums`` collectives do not divide.
     """
 
     is_due: bool = True

@@ -224,16 +224,7 @@ class _Taken:
 def take_over(
     tables: ModuleTables, before: Sequence[ShardedParam], owner: OwningUnit
 ) -> tuple[list[ShardedParam], list[Flat]]:
-    """The modules' current parameters, sharded. Collective if any are new.
-
-    Full parameters become sharded. Parameters that are sharded already are taken in whatever
-    memory, dtype or layout they were given, and stay in that memory: aliases stay aliases.
-
-    Raises:
-        CollectiveMismatchError: A full parameter is not the same on all ranks; on every rank.
-        TypeError: A module holds something that is not a parameter.
-        ValueError: A parameter cannot be sharded, or belongs to another unit.
-    """
+    """The modules' parameters, sharded in whatever memory they have. Collective if any are new."""
     at = {(module, name): p for p in before for module, name in p.places}
     known = {id(param.sharded): param for param in before}
     taken = []
