@@ -3,9 +3,9 @@
     tilework run -n 2 benchmarks/resident.py ddp --width 2048
     MALLOC_MMAP_THRESHOLD_=131072 tilework run -n 2 benchmarks/resident.py ddp
 
-The second returns each freed tensor to the system at once: the rest is no tensor. A rank's resident
-memory is that of Python, torch and tilework once the job has started, plus the peak that is counted,
-plus what allocators and libraries take beside tensors: the error.
+The second returns each freed tensor to the system at once: the rest is no tensor. A rank's
+resident memory is that of Python, torch and tilework once the job has started, plus the peak that
+is counted, plus what allocators and libraries take beside tensors: the error.
 """
 
 from __future__ import annotations

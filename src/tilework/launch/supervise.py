@@ -418,7 +418,7 @@ class Supervisor:
         return True
 
     def _ends_unmet(self, recovery: Recovery, failure: RankFailure) -> bool:
-        """Where hosts come and go, end ranks that cannot meet the others, perhaps to begin again;
+        """End ranks that cannot meet the others, where hosts come and go, perhaps to begin again;
         False if their failure counts.
         """
         link = self.around.link

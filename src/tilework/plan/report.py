@@ -230,7 +230,7 @@ class PlanReport:
         by = Counter(peak.by).most_common(_MOST_ROWS)
         rows = [(module or "-", use, bytes_text(n)) for (module, use), n in by]
         process = (
-            f"its process: at most {bytes_text(self.most_resident)} (measured on CPUs: Python and "
+            f"the process: at most {bytes_text(self.most_resident)} (measured on CPUs: Python and "
             f"libraries {bytes_text(_PROCESS)}; allocator and shared pages up to "
             f"{bytes_text(_MORE)} and {_PART:.0%} of the peak)"
         )

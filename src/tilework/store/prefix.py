@@ -123,7 +123,7 @@ class PrefixStore(Store):
 
     @property
     def why_gone(self) -> str:
-        """That of the store."""
+        """The reason of the store beneath."""
         return self._store.why_gone
 
     @property
