@@ -19,7 +19,7 @@ _KINDS = {
 
 @dataclass
 class BucketTimes:
-    """When a bucket was ready, was started and was seen to be reduced, by perf_counter."""
+    """Times by perf_counter at which a bucket was ready, was started, was seen to be reduced."""
 
     ready: float = 0.0
     started: float = 0.0
@@ -28,7 +28,7 @@ class BucketTimes:
 
 @dataclass
 class PassTimes:
-    """When a backward pass started, had ``computed`` and ``ended``, and the seconds ``blocked``."""
+    """Times at which a backward pass started, had ``computed``, ``ended``; seconds ``blocked``."""
 
     started: float
     computed: float = 0.0
