@@ -1,11 +1,12 @@
-"""Hybrid against flat Gloo on two hosts with a slow link, as a table of times, ratios and bytes.
+"""Hybrid, exact and rounded, against flat Gloo on two hosts with a slow link: times and bytes.
 
     python benchmarks/hosts.py                  # as root: it makes two network namespaces
     python benchmarks/hosts.py --mbit 1000 --ranks 4
+    python benchmarks/hosts.py --mbit 100 --delay 20 --loss 0.1
     python benchmarks/hosts.py --quick
 
-Both backends run by turns in the same processes, so that whatever else the machine does slows
-both; only the ratios mean much. A call's time is the median on the slowest rank; the bytes are
+All run by turns in the same processes, so that whatever else the machine does slows
+all; only the ratios mean much. A call's time is the median on the slowest rank; the bytes are
 those that the first host's interface sent per call, all headers included.
 """
 
@@ -33,7 +34,7 @@ import tilework.distributed as dist
 sys.path.append(str(Path(__file__).parents[1]))  # where tests are
 from tests.hosts import Host, run_on_hosts, two_hosts, why_no_hosts
 
-BACKENDS = ("hybrid", "gloo")
+BACKENDS = ("hybrid", "bf16", "gloo")  # bf16: hybrid, which rounds sums between hosts
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 LEAST_CALLS = 3
 
@@ -73,7 +74,12 @@ def _part(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def measure(rank: int, plan: Plan) -> list[dict[str, Cell]]:
     """This rank's figures by backend, for each cell. Collective."""
-    groups = {name: _member(dist.new_group(backend=name)) for name in BACKENDS}
+    rounds = dist.HybridOptions(between_hosts=torch.bfloat16)
+    groups = {
+        "hybrid": _member(dist.new_group(backend="hybrid")),
+        "bf16": _member(dist.new_group(backend="hybrid", pg_options=rounds)),
+        "gloo": _member(dist.new_group(backend="gloo")),
+    }
     return [measure_cell(groups, operation, size, plan) for operation, size in cells(plan)]
 
 
@@ -143,7 +149,8 @@ def table(plan: Plan, figures: Sequence[dict[str, Cell]], title: str) -> Table:
     drawn = Table(title=title)
     drawn.add_column("operation", no_wrap=True)
     drawn.add_column("size", justify="right", no_wrap=True)
-    for text in ("hybrid\nms", "gloo\nms", "x", "hybrid\nMB sent", "gloo\nMB sent", "x"):
+    times, sent = ([f"{name}\n{unit}" for name in BACKENDS] for unit in ("ms", "MB sent"))
+    for text in (*times, "x", *sent, "x"):
         drawn.add_column(text, justify="right")
     before = ""
     for (operation, size), cell in zip(cells(plan), figures, strict=True):
@@ -154,11 +161,9 @@ def table(plan: Plan, figures: Sequence[dict[str, Cell]], title: str) -> Table:
         drawn.add_row(
             "" if operation == before else operation,
             size_text(size),
-            f"{ours.seconds * 1e3:.2f}",
-            f"{theirs.seconds * 1e3:.2f}",
+            *(f"{cell[name].seconds * 1e3:.2f}" for name in BACKENDS),
             f"{ratio:.2f}" if ratio >= 1 else f"[bold red]{ratio:.2f} SLOWER[/]",
-            f"{ours.sent_bytes / 1e6:.2f}",
-            f"{theirs.sent_bytes / 1e6:.2f}",
+            *(f"{cell[name].sent_bytes / 1e6:.2f}" for name in BACKENDS),
             f"{theirs.sent_bytes / ours.sent_bytes:.2f}",
         )
         before = operation
@@ -169,11 +174,13 @@ def parse_options() -> argparse.Namespace:
     """The flags; ends the program with a message where they are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mbit", type=int, default=400, help="the link, each way (400)")
+    parser.add_argument("--delay", type=float, default=0.0, help="its milliseconds, each way (0)")
+    parser.add_argument("--loss", type=float, default=0.0, help="its lost packets, in percent (0)")
     parser.add_argument("--ranks", type=int, default=2, help="on each host (2)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     add_plot_option(parser)
     options = parser.parse_args()
-    why_not = why_no_hosts()
+    why_not = why_no_hosts(options.delay or options.loss)
     if why_not is not None:
         parser.error(why_not)
     return options
@@ -187,7 +194,7 @@ def main() -> None:
         plan = Plan(SIZES[::2], rounds=3, seconds=0.1)
     layout = [0] * options.ranks + [1] * options.ranks
     hosts: tuple[Host, Host]
-    with two_hosts(mbit=options.mbit) as hosts:
+    with two_hosts(options.mbit, options.delay, options.loss) as hosts:
         by_rank = run_on_hosts(
             hosts, layout, lambda rank: measure(rank, plan), timeout=timedelta(minutes=30)
         )
@@ -196,7 +203,8 @@ def main() -> None:
     console.width = max(console.width, 100)  # a table in a file is not squeezed
     about = {**machine(), "load": round(os.getloadavg()[0], 2)}
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
-    title = f"two hosts of {options.ranks} ranks, {options.mbit} Mbit/s; x: times hybrid's"
+    link = f"{options.mbit} Mbit/s, {options.delay:g} ms, {options.loss:g} % lost"
+    title = f"two hosts of {options.ranks} ranks, {link}; x: gloo's by hybrid's"
     shown = table(plan, figures, title)
     console.print(shown)
     draw(options.plot, chart(shown, ("hybrid\nms", "gloo\nms"), labels=2))

@@ -50,23 +50,30 @@ class Host:
         return int(self.run("cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"))
 
 
-def why_no_hosts() -> str | None:
-    """The reason why hosts cannot be made here; None if they can."""
+def why_no_hosts(delay_ms: float = 0.0) -> str | None:
+    """The reason why hosts, with such a delay between them, cannot be made here; None if they
+    can.
+    """
     if os.name != "posix" or os.geteuid() != 0:
         return "making network namespaces needs root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found (Debian: apt install iproute2)"
     try:
-        with two_hosts(mbit=100):
+        with two_hosts(100, delay_ms):
             return None
     except subprocess.CalledProcessError as error:
-        return f"this system does not let network namespaces be made: {error.stderr.strip()}"
+        return f"this system does not let such hosts be made: {error.stderr.strip()}"
 
 
 @contextlib.contextmanager
-def two_hosts(mbit: int | None = None) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a link of ``mbit`` megabits a second each way; None: unlimited."""
+def two_hosts(
+    mbit: int | None = None, delay_ms: float = 0.0, loss_percent: float = 0.0
+) -> Iterator[tuple[Host, Host]]:
+    """Two hosts joined by a link of ``mbit`` megabits a second each way; None: unlimited.
+
+    With a limit, packets take ``delay_ms`` each way, and ``loss_percent`` of them are lost.
+    """
     mark = secrets.token_hex(3)
     hosts = tuple(Host(f"tw-{mark}-{i}", f"tw{mark}{i}", f"10.213.77.{i + 1}") for i in range(2))
     try:
@@ -80,8 +87,11 @@ def two_hosts(mbit: int | None = None) -> Iterator[tuple[Host, Host]]:
             host.run("ip", "link", "set", "lo", "up")
             host.run("ip", "link", "set", host.interface, "up")
             if mbit is not None:
-                limits = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
-                host.run("tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *limits)
+                limits = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
+                if delay_ms or loss_percent:
+                    limits = ["netem", "rate", f"{mbit}mbit", "delay", f"{delay_ms}ms"]
+                    limits += ["loss", f"{loss_percent}%", "limit", "10000"]
+                host.run("tc", "qdisc", "add", "dev", host.interface, "root", *limits)
         yield near, far
     finally:
         for host in hosts:

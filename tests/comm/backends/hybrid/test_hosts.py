@@ -260,6 +260,23 @@ def test_a_cut_link_is_noticed_on_both_sides() -> None:
                 rank.kill()
 
 
+def test_a_link_that_is_cut_for_a_moment_heals() -> None:
+    with two_hosts() as cut:
+        link = ("ip", "link", "set", cut[1].interface)
+
+        def body(rank: int) -> float:
+            tensor = torch.ones(100_000)
+            for turn in range(4):
+                if turn == 1 and rank == 3:
+                    cut[1].run(*link, "down")
+                    time.sleep(1.5)
+                    cut[1].run(*link, "up")
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+            return tensor.sum().item()
+
+        assert run_on_hosts(cut, PAIRS, body) == [100_000.0] * 4
+
+
 def test_a_rank_of_another_host_that_calls_a_collective_instead_of_new_group(hosts: Hosts) -> None:
     def body(rank: int) -> str:
         dist.barrier()
