@@ -21,7 +21,7 @@ _COMPILED = ("_compiled_run", "_compiled_call_impl")
 
 
 class FSDPModule:
-    """The additional methods of a module after :func:`fully_shard`, as a base of its class."""
+    """The additional methods of a module after :func:`fully_shard`, as a base of the class."""
 
     _fsdp_state: Unit
 
