@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tilework.distributed.functional import all_gather_tensor, all_reduce
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, explain
 from tilework.mesh import init_device_mesh
 from tilework.parallel import (
@@ -16,6 +17,7 @@ from tilework.parallel import (
     DistributedDataParallel,
     RowwiseParallel,
     Schedule,
+    SyncBatchNorm,
     fully_shard,
     parallelize_module,
     pipeline,
@@ -109,9 +111,18 @@ def staged() -> None:
         optimizer.zero_grad()
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (ddp, sharded, tensor_parallel, two_axes, attention, staged)
-}
+def functional_calls() -> None:
+    """Collectives that give new tensors, in layers and called by name, small and large."""
+    norm = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8)))
+    steps(DistributedDataParallel(norm))
+    x = torch.randn(6, 1 << 12, requires_grad=True)
+    whole = all_gather_tensor(x, gather_dim=1)
+    total = all_reduce(whole.square().mean(), "sum")
+    total.backward()  # type: ignore[no-untyped-call]
+
+
+_ALL = (ddp, sharded, tensor_parallel, two_axes, attention, staged, functional_calls)
+PROGRAMS: dict[str, Callable[[], None]] = {each.__name__: each for each in _ALL}
 
 
 def explained(program: Callable[[], None]) -> list[tuple[str, tuple[str, ...], int]]:

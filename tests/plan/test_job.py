@@ -53,14 +53,16 @@ def calls_of_rank(program: Callable[[], None]) -> list[str]:
     return [entry.what.split()[0] for group in groups for entry in group.flight_entries()]
 
 
-@pytest.mark.parametrize("name", ["ddp", "sharded", "tensor_parallel", "staged"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "sharded", "tensor_parallel", "staged", "functional_calls"]
+)
 def test_ranks_call_what_real_ranks_call(name: str) -> None:
     program = PROGRAMS[name]
     real = run_ranks(2, lambda rank: calls_of_rank(program))
     assert list(pretended(lambda: calls_of_rank(program), 2).values()) == real
 
 
-@pytest.mark.parametrize("name", ["ddp", "sharded", "tensor_parallel", "attention", "staged"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_the_counted_peak_is_that_of_a_real_run(name: str) -> None:
     def peak() -> dict[Any, int]:
         with MemoryByUse() as memory:

@@ -411,7 +411,9 @@ def _is_tilework_calling() -> bool:
     frame = sys._getframe(3)
     while frame.f_back is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith((f"{_TILEWORK}comm/", f"{_TILEWORK}parallel/"))
+    path = frame.f_code.co_filename.removeprefix(_TILEWORK)
+    # Functional collectives make tensors for the program.
+    return path.startswith(("comm/", "parallel/")) and not path.startswith("comm/functional/")
 
 
 @lru_cache(4096)

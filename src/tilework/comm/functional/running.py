@@ -20,6 +20,7 @@ from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.groups import new_group
 from tilework.comm.per_call import checks
 from tilework.comm.per_call.call_recorder import current_recorder
+from tilework.comm.pretence import current_pretence
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
@@ -137,14 +138,15 @@ def run(kind: type[FunctionalCollective], x: Tensor, group: GroupOrName, *args: 
     checks.refuse_parts(x, "tensor")
     if torch.compiler.is_compiling():
         return _operators(kind, x, group, args)
-    # A captured step has the group's own calls, which its ranks compare and vote on.
+    # A captured step has the group's own calls, which its ranks compare and vote on; so has a plan.
     transforms, is_recorded = transformed(), current_recorder() is not None
-    if traced(x) and not (transforms or is_recorded):
+    is_called = transforms or is_recorded or current_pretence() is not None
+    if traced(x) and not is_called:
         return _operators(kind, x, group, args)
     if isinstance(x, AsyncTensor):
         x = x.wait()
     members = group_named(group) if isinstance(group, str) else group
-    call = _Call(kind, args, members, wait=transforms or is_recorded)
+    call = _Call(kind, args, members, wait=is_called)
     if transforms or (x.requires_grad and torch.is_grad_enabled()):
         out: Tensor = _Differentiable.apply(x, call)  # type: ignore[no-untyped-call]
     else:
@@ -195,7 +197,8 @@ class _Call:
 
     def start(self, x: Tensor) -> Tensor:
         """Start the collective on ``x``; the result has values once ``self.work`` is done."""
-        if self.wait and traced(x) and current_recorder() is None:  # a transform within a trace
+        is_traced = traced(x) and current_recorder() is None and current_pretence() is None
+        if self.wait and is_traced:  # a transform within a trace
             return _operators(self.kind, x, self.group, self.args)
         out, work = begin(self.collective, self.group, x)
         if work is not None and self.wait:
