@@ -1,4 +1,4 @@
-"""Two real hosts on one machine: network namespaces joined by a link that may be slow.
+"""Real hosts on one machine: network namespaces joined by links that may be slow.
 
 Each host has separate interfaces, addresses and (abstract) Unix sockets: ranks on different hosts
 share no memory and reach each other only over the link. Needs Linux, root, ``ip`` and ``tc``.
@@ -70,19 +70,31 @@ def why_no_hosts(delay_ms: float = 0.0) -> str | None:
 def two_hosts(
     mbit: int | None = None, delay_ms: float = 0.0, loss_percent: float = 0.0
 ) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a link of ``mbit`` megabits a second each way; None: unlimited.
+    """:func:`joined_hosts` with two hosts."""
+    with joined_hosts(2, mbit, delay_ms, loss_percent) as (near, far):
+        yield near, far
 
-    With a limit, packets take ``delay_ms`` each way, and ``loss_percent`` of them are lost.
+
+@contextlib.contextmanager
+def joined_hosts(
+    count: int, mbit: int | None = None, delay_ms: float = 0.0, loss_percent: float = 0.0
+) -> Iterator[tuple[Host, ...]]:
+    """Hosts on a switch, each with a link of ``mbit`` megabits a second each way; None: unlimited.
+
+    With a limit, packets take ``delay_ms`` to leave, and ``loss_percent`` of them are lost.
     """
     mark = secrets.token_hex(3)
-    hosts = tuple(Host(f"tw-{mark}-{i}", f"tw{mark}{i}", f"10.213.77.{i + 1}") for i in range(2))
+    hosts = [Host(f"tw-{mark}-{i}", f"tw{mark}{i}", f"10.213.77.{i + 1}") for i in range(count)]
+    switch = Host(f"tw-{mark}-switch", "bridge", "")
     try:
-        for host in hosts:
+        for host in (switch, *hosts):
             _run("ip", "netns", "add", host.name)
-        near, far = hosts
-        link = ("type", "veth", "peer", "name", far.interface, "netns", far.name)
-        near.run("ip", "link", "add", near.interface, *link)
+        switch.run("ip", "link", "add", switch.interface, "type", "bridge")
+        switch.run("ip", "link", "set", switch.interface, "up")
         for host in hosts:
+            peer = ("peer", "name", host.interface, "netns", switch.name)
+            host.run("ip", "link", "add", host.interface, "type", "veth", *peer)
+            switch.run("ip", "link", "set", host.interface, "master", switch.interface, "up")
             host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
             host.run("ip", "link", "set", "lo", "up")
             host.run("ip", "link", "set", host.interface, "up")
@@ -92,9 +104,9 @@ def two_hosts(
                     limits = ["netem", "rate", f"{mbit}mbit", "delay", f"{delay_ms}ms"]
                     limits += ["loss", f"{loss_percent}%", "limit", "10000"]
                 host.run("tc", "qdisc", "add", "dev", host.interface, "root", *limits)
-        yield near, far
+        yield tuple(hosts)
     finally:
-        for host in hosts:
+        for host in (*hosts, switch):
             if Path(f"/run/netns/{host.name}").exists():
                 _run("ip", "netns", "delete", host.name)
 

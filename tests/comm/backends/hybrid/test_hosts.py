@@ -1,4 +1,4 @@
-"""Two hosts with a link between them: right results, few bytes, deaths that are noticed."""
+"""Hosts with links between them: right results, few bytes, deaths that are noticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
-from tests.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
+from tests.hosts import Host, joined, joined_hosts, run_on_hosts, two_hosts, why_no_hosts
 from tests.limits import PROMPTLY
 from tests.random_programs import OPERATIONS, RandomOperation, RandomProgram, run_program
 from tilework.testing.groups.base import brief_group
@@ -28,16 +28,16 @@ pytestmark = [
 ]
 #: Ranks 0 and 1 on one host, 2 and 3 on the other.
 PAIRS = (0, 0, 1, 1)
-Hosts = tuple[Host, Host]
+Hosts = tuple[Host, ...]
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with two_hosts(mbit=400) as made:
+    with joined_hosts(3, mbit=400) as made:
         yield made
 
 
-@pytest.mark.parametrize("layout", [PAIRS, (0, 1, 0), (1, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("layout", [PAIRS, (0, 1, 2), (1, 0, 0, 0)], ids=str)
 def test_every_operation(hosts: Hosts, layout: tuple[int, ...]) -> None:
     n = len(layout)
     steps = tuple(
@@ -199,7 +199,8 @@ def test_gloo_finds_the_way_by_itself(hosts: Hosts) -> None:
     assert run_on_hosts(hosts, PAIRS, body, backend="gloo") == [6.0] * 4
 
 
-def test_calls_of_gloo_are_compared_across_hosts(hosts: Hosts) -> None:
+@pytest.mark.parametrize("layout", [PAIRS, (0, 1, 2, 2)], ids=str)
+def test_calls_of_gloo_are_compared_across_hosts(hosts: Hosts, layout: tuple[int, ...]) -> None:
     x, odd = torch.ones(2), torch.ones(2, dtype=torch.int32)
     calls: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
         "dtype": (lambda g: dist.all_reduce(x, group=g), lambda g: dist.all_reduce(odd, group=g)),
@@ -221,7 +222,7 @@ def test_calls_of_gloo_are_compared_across_hosts(hosts: Hosts) -> None:
             found[what] = str(caught.value)
         return found
 
-    for found in run_on_hosts(hosts, PAIRS, body, backend="gloo"):
+    for found in run_on_hosts(hosts, layout, body, backend="gloo"):
         assert (
             "ranks 0 to 2 called all_reduce float32 [2] SUM, rank 3 all_reduce int32"
             in (found["dtype"])
