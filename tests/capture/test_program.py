@@ -60,6 +60,11 @@ def test_a_captured_step_does_what_the_step_does(name: str, ranks: int) -> None:
         run_ranks(ranks, lambda rank: CASES[name](ranks))
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel_layers", "fully_sharded_layers"])
+def test_captured_steps_run_on_engines_of_torch(name: str) -> None:
+    run_ranks(2, lambda rank: CASES[name](2), backend="gloo")
+
+
 def mesh_of(ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,))
 
