@@ -7,22 +7,23 @@ share no memory and reach each other only over the link. Needs Linux, root, ``ip
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import tilework.distributed as dist
+from tests.relay import enter_namespace
 from tilework.testing import run_ranks
 
 _Result = TypeVar("_Result")
-_CLONE_NEWNET = 0x4000_0000
 _PORT = 29400
 
 
@@ -36,10 +37,7 @@ class Host:
 
     def enter(self) -> None:
         """Move the calling thread, and threads that it starts, to the host, forever."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{self.name}") as namespace:
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
+        enter_namespace(self.name)
 
     def run(self, *command: str) -> str:
         """Run a command on the host; return its output."""
@@ -81,34 +79,66 @@ def joined_hosts(
 ) -> Iterator[tuple[Host, ...]]:
     """Hosts on a switch, each with a link of ``mbit`` megabits a second each way; None: unlimited.
 
-    With a limit, packets take ``delay_ms`` to leave, and ``loss_percent`` of them are lost.
+    Packets take ``delay_ms`` from host to host, and ``loss_percent`` of them are lost.
     """
     mark = secrets.token_hex(3)
     hosts = [Host(f"tw-{mark}-{i}", f"tw{mark}{i}", f"10.213.77.{i + 1}") for i in range(count)]
-    switch = Host(f"tw-{mark}-switch", "bridge", "")
+    is_far = bool(delay_ms or loss_percent)
+    join = partial(_relayed, hosts, delay_ms, loss_percent) if is_far else partial(_bridged, hosts)
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            stack.enter_context(_namespace(host.name))
+        stack.enter_context(join())
+        for host in hosts:
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
+            host.run("ip", "link", "set", "lo", "up")
+            host.run("ip", "link", "set", host.interface, "up")
+            if mbit is not None:
+                limits = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                host.run("tc", "qdisc", "add", "dev", host.interface, "root", *limits)
+        yield tuple(hosts)
+
+
+@contextlib.contextmanager
+def _namespace(name: str) -> Iterator[None]:
+    _run("ip", "netns", "add", name)
     try:
-        for host in (switch, *hosts):
-            _run("ip", "netns", "add", host.name)
+        yield
+    finally:
+        if Path(f"/run/netns/{name}").exists():
+            _run("ip", "netns", "delete", name)
+
+
+@contextlib.contextmanager
+def _bridged(hosts: Sequence[Host]) -> Iterator[None]:
+    """Join hosts by a bridge of the kernel."""
+    switch = Host(f"{hosts[0].name}-switch", "bridge", "")
+    with _namespace(switch.name):
         switch.run("ip", "link", "add", switch.interface, "type", "bridge")
         switch.run("ip", "link", "set", switch.interface, "up")
         for host in hosts:
             peer = ("peer", "name", host.interface, "netns", switch.name)
             host.run("ip", "link", "add", host.interface, "type", "veth", *peer)
             switch.run("ip", "link", "set", host.interface, "master", switch.interface, "up")
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
-            host.run("ip", "link", "set", "lo", "up")
-            host.run("ip", "link", "set", host.interface, "up")
-            if mbit is not None:
-                limits = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
-                if delay_ms or loss_percent:
-                    limits = ["netem", "rate", f"{mbit}mbit", "delay", f"{delay_ms}ms"]
-                    limits += ["loss", f"{loss_percent}%", "limit", "10000"]
-                host.run("tc", "qdisc", "add", "dev", host.interface, "root", *limits)
-        yield tuple(hosts)
-    finally:
-        for host in (*hosts, switch):
-            if Path(f"/run/netns/{host.name}").exists():
-                _run("ip", "netns", "delete", host.name)
+        yield
+
+
+@contextlib.contextmanager
+def _relayed(hosts: Sequence[Host], delay_ms: float, loss_percent: float) -> Iterator[None]:
+    """Join hosts by a process that passes on packets later: not every kernel has netem."""
+    words = [str(delay_ms), str(loss_percent), *(f"{x.name}/{x.interface}" for x in hosts)]
+    command = [sys.executable, str(Path(__file__).with_name("relay.py")), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as relay:
+        assert relay.stdout is not None
+        assert relay.stderr is not None
+        try:
+            if relay.stdout.readline() != b"ready\n":
+                raise subprocess.CalledProcessError(
+                    relay.wait(), command, stderr=relay.stderr.read().decode()
+                )
+            yield
+        finally:
+            relay.kill()
 
 
 def run_on_hosts(

@@ -22,6 +22,7 @@ from tilework.testing.groups.base import brief_group
 from tilework.testing.groups.values import Case
 
 WHY_NOT = why_no_hosts()
+WHY_NOT_FAR = WHY_NOT or why_no_hosts(delay_ms=1)
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
     pytest.mark.skipif(not dist.is_backend_available("hybrid"), reason="the core is not built"),
@@ -229,6 +230,23 @@ def test_calls_of_gloo_are_compared_across_hosts(hosts: Hosts, layout: tuple[int
         )
         for what, text in found.items():
             assert f"differ in {what}" in text or f"or {what} as given" in text, (what, text)
+
+
+@pytest.mark.skipif(WHY_NOT_FAR is not None, reason=str(WHY_NOT_FAR))
+@pytest.mark.parametrize("backend", ["hybrid", "gloo"])
+def test_far_hosts_whose_packets_get_lost(backend: str) -> None:
+    def body(rank: int) -> str:
+        for count in (1, 100_000):
+            x = torch.full((count,), 2.0**rank)
+            dist.all_reduce(x)
+            assert set(x.tolist()) == {15.0}
+        with pytest.raises(dist.CollectiveMismatchError) as caught:
+            dist.all_reduce(torch.ones(2 + (rank == 3)))
+        return str(caught.value)
+
+    with two_hosts(mbit=100, delay_ms=20, loss_percent=1) as far:
+        for text in run_on_hosts(far, PAIRS, body, backend):
+            assert "ranks 0 to 2 called all_reduce float32 [2]" in text
 
 
 def test_a_cut_link_is_noticed_on_both_sides() -> None:
