@@ -63,9 +63,10 @@ def test_all_collectives_of_groups_are_counted() -> None:
             fully_shard(layer)
         with CommDebugMode() as comm:
             model(torch.ones(1, 2)).sum().backward()
-        counts = {ops.all_gather_into_tensor: 4, ops.reduce_scatter_tensor: 2}
+        # In backward both small layers are gathered together.
+        counts = {ops.all_gather_into_tensor: 3, ops.reduce_scatter_tensor: 2}
         assert comm.get_comm_counts() == counts
-        assert comm.get_comm_counts() != {torch.ops.c10d._allgather_base_: 4}
+        assert comm.get_comm_counts() != {torch.ops.c10d._allgather_base_: 3}
         with CommDebugMode() as comm:
             distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=1)
             dist.all_reduce(torch.ones(1))
