@@ -39,7 +39,7 @@ API = {
             "groups",
             "Process groups",
             "tilework.distributed",
-            ("comm.groups", "comm.world", "comm.contract.ProcessGroup"),
+            ("comm.groups", "comm.world", "comm.contract.ProcessGroup", "comm.backends.rounding"),
             "Make groups of ranks, ask which rank this is, and leave groups.",
         ),
         ApiPage(

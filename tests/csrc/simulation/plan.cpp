@@ -149,9 +149,9 @@ Plan draw_plan(uint64_t seed) {
   plan.tunables.reduce_chunk_bytes = random.among<uint64_t>({1024, 4096});
   plan.tunables.one_shot_bytes = random.among<uint64_t>({256, 4096});
   Tunables& tunables = plan.tunables;
-  for (SizeRange* read : {&tunables.read_all_gather, &tunables.read_all_to_all, &tunables.read_rooted,
-                          &tunables.read_all_reduce, &tunables.read_reduce_scatter,
-                          &tunables.read_messages})
+  for (SizeRange* read :
+       {&tunables.read_all_gather, &tunables.read_all_to_all, &tunables.read_rooted,
+        &tunables.read_all_reduce, &tunables.read_reduce_scatter, &tunables.read_messages})
     *read = {random.among<uint64_t>({kNeverBytes, 1000, 4096}),
              random.among<uint64_t>({kNeverBytes, 3000})};
   draw_groups(plan, random);
