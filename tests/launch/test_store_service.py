@@ -310,6 +310,24 @@ def test_a_job_of_one_host_grows_over_a_second(launch: Launch) -> None:
         assert [launch.finish(each).status for each in nodes] == [0, 0]
 
 
+@pytest.mark.skipif(core_error() is not None, reason="the core is not built")
+def test_a_job_on_shared_memory_does_not_grow_over_hosts_and_says_so(launch: Launch) -> None:
+    why_not = why_no_hosts()
+    if why_not is not None:
+        pytest.skip(why_not)
+    launch.with_torch()
+    script = launch.script(TRAIN)
+    with two_hosts() as hosts, served(launch, f"{hosts[0].address}:29500", hosts[0].enter):
+        rdzv = ("--rdzv", f"{hosts[0].address}:29500")
+        where = ("-n", "1", "--nnodes", "1:2", "--backend", "shm", *rdzv)
+        first = launch.start(*where, script, preexec_fn=hosts[0].enter)
+        assert wait_for_files(launch.folder, "rank-*", 1) == ["1 started"]
+        second = launch.finish(launch.start(*where, script, preexec_fn=hosts[1].enter))
+        assert (second.status, "Start the job with --backend hybrid" in second.err) == (1, True)
+        (launch.folder / "end").touch()
+        assert launch.finish(first).status == 0
+
+
 def _losses_of_one_process(steps: int) -> list[float]:
     import torch
 
