@@ -39,7 +39,9 @@ class Rounding:
 
     def __post_init__(self) -> None:
         if self.sent not in (torch.bfloat16, torch.int8):
-            raise ValueError(f"sent is torch.bfloat16 or torch.int8, got {self.sent}")
+            raise ValueError(
+                f"between hosts numbers go as torch.bfloat16 or torch.int8, got {self.sent!r}"
+            )
 
     def nbytes(self, count: int) -> int:
         """The number of bytes for ``count`` numbers."""
