@@ -2,7 +2,7 @@
 
 A page of 2 MiB instead of 512 small ones is found, cleared and read by peers in less time. The
 kernel gives them to all memory, to memory that asks (madvise), or to none. torch's large tensors
-ask if a variable is set before its first tensor.
+ask, if THP_MEM_ALLOC_ENABLE is set before a process makes the first tensor.
 """
 
 from __future__ import annotations

@@ -267,11 +267,7 @@ TRAIN = """
 @pytest.mark.skipif(core_error() is not None, reason="the core is not built")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_losses_go_on_when_a_host_is_lost_and_comes_back(launch: Launch, victim: int) -> None:
-    why_not = why_no_hosts()
-    if why_not is not None:
-        pytest.skip(why_not)
-    launch.with_torch()
-    script = launch.script(TRAIN)
+    script = _script_for_hosts(launch)
     with two_hosts() as hosts, served(launch, f"{hosts[0].address}:29500", hosts[0].enter):
 
         def start(at: int) -> subprocess.Popen[bytes]:
@@ -295,11 +291,7 @@ def test_losses_go_on_when_a_host_is_lost_and_comes_back(launch: Launch, victim:
 
 @pytest.mark.skipif(core_error() is not None, reason="the core is not built")
 def test_a_job_of_one_host_grows_over_a_second(launch: Launch) -> None:
-    why_not = why_no_hosts()
-    if why_not is not None:
-        pytest.skip(why_not)
-    launch.with_torch()
-    script = launch.script(TRAIN)
+    script = _script_for_hosts(launch)
     with two_hosts() as hosts, served(launch, f"{hosts[0].address}:29500", hosts[0].enter):
         where = ("-n", "1", "--nnodes", "1:2", "--rdzv", f"{hosts[0].address}:29500")
         nodes = [launch.start(*where, script, preexec_fn=hosts[0].enter)]
@@ -312,11 +304,7 @@ def test_a_job_of_one_host_grows_over_a_second(launch: Launch) -> None:
 
 @pytest.mark.skipif(core_error() is not None, reason="the core is not built")
 def test_a_job_on_shared_memory_does_not_grow_over_hosts_and_says_so(launch: Launch) -> None:
-    why_not = why_no_hosts()
-    if why_not is not None:
-        pytest.skip(why_not)
-    launch.with_torch()
-    script = launch.script(TRAIN)
+    script = _script_for_hosts(launch)
     with two_hosts() as hosts, served(launch, f"{hosts[0].address}:29500", hosts[0].enter):
         rdzv = ("--rdzv", f"{hosts[0].address}:29500")
         where = ("-n", "1", "--nnodes", "1:2", "--backend", "shm", *rdzv)
@@ -326,6 +314,15 @@ def test_a_job_on_shared_memory_does_not_grow_over_hosts_and_says_so(launch: Lau
         assert (second.status, "Start the job with --backend hybrid" in second.err) == (1, True)
         (launch.folder / "end").touch()
         assert launch.finish(first).status == 0
+
+
+def _script_for_hosts(launch: Launch) -> str:
+    """The program of a job over hosts; skips the test where no hosts can be made."""
+    why_not = why_no_hosts()
+    if why_not is not None:
+        pytest.skip(why_not)
+    launch.with_torch()
+    return launch.script(TRAIN)
 
 
 def _losses_of_one_process(steps: int) -> list[float]:
