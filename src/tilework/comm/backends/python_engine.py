@@ -75,8 +75,8 @@ class PythonEngine(ABC):
         with self._lock:
             self._entered += 1
             number = self._entered
-            self.check_open()
             last = self._last_queued if self._queued else None
+        self.check_open()  # without the lock, which noting an abort takes
         if last is not None:
             with suppress(Fault):  # the check raises why this operation cannot start
                 last.wait(-1.0)
@@ -94,7 +94,7 @@ class PythonEngine(ABC):
         with self._lock:
             self._entered += 1
             number = self._entered
-            self.check_open()
+        self.check_open()
         return self._enqueue(operation, number)
 
     def sees_messages(self) -> bool:

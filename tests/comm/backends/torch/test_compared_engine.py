@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.comm.function_suites import WholeContract
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join, leave, until_error
 from tests.limits import PROMPTLY
+from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.provenance_digest import carrying
 from tilework.testing import run_ranks
 from tilework.testing.groups.base import brief_group, failure_of, inside, started
@@ -110,13 +111,27 @@ def assert_both_lines(text: str) -> None:
 
 
 @ENGINES
-@pytest.mark.parametrize("where", ["wait", "next call", "exception"])
-def test_a_mismatch_in_flight_is_raised(backend: str, where: str) -> None:
+@pytest.mark.parametrize("where", ["wait", "next call", "late call", "exception"])
+def test_a_mismatch_in_flight_is_raised(
+    backend: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "late call":  # comes between the failure and the abort that explains it
+        note = PythonEngine.note_abort
+
+        def late(*abort: Any) -> bool:
+            time.sleep(0.3)
+            return note(*abort)
+
+        monkeypatch.setattr(PythonEngine, "note_abort", late)
+
     def body(rank: int) -> str:
         work = swap(rank)
         if where == "next call":
             # Comparing takes a moment, in which calls still go.
             return failure_of(lambda: all_reduces(10_000)).text
+        if where == "late call":
+            time.sleep(0.1)
+            return failure_of(lambda: all_reduces(1)).text
         if where == "exception":
             while not work.is_completed():
                 time.sleep(0.01)
