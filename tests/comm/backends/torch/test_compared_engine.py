@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from tests.comm.function_suites import WholeContract
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import join, leave, until_error
 from tests.limits import PROMPTLY
+from tilework.comm.backends.hybrid.messages import TransferWaits
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.provenance_digest import carrying
 from tilework.testing import run_ranks
@@ -237,6 +239,27 @@ def test_a_message_that_does_not_fit_names_both_ends() -> None:
     for text in ranks(2, body, "gloo"):
         assert "rank 0 sent 8 bytes of torch.float32, rank 1 receives 8 bytes of" in text, text
         assert "ranks called different things" not in text, text
+
+
+def test_a_wait_for_a_message_begins_after_the_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, over = TransferWaits.run, threading.Event()
+
+    def late(*wait: Any) -> RuntimeError | None:
+        time.sleep(0.3)
+        return run(*wait)
+
+    monkeypatch.setattr(TransferWaits, "run", late)
+
+    def body(rank: int) -> float:
+        if rank == 0:
+            seconds = failure_of(lambda: dist.send(torch.ones(3), 1)).seconds
+            over.set()
+            return seconds
+        failed = failure_of(lambda: dist.recv(torch.ones(2), 0))
+        over.wait(LIMIT.total_seconds())  # a rank that leaves would end the wait
+        return failed.seconds
+
+    assert max(ranks(2, body, "gloo")) < PROMPTLY
 
 
 def test_ranks_with_other_amounts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

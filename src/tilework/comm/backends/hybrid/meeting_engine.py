@@ -247,6 +247,9 @@ class MeetingEngine(PythonEngine):
 
     def _is_gone(self, peer: int) -> bool:
         """True if ``peer`` died, or the link was ended, longer ago than a wait needs to end."""
+        is_open = self._link.backend is not None and self.aborted() is None
+        if self._ended_at is None and not is_open:
+            self.interrupt()  # the wait began after the end of the group
         now, died = time.monotonic(), self._died.get(peer)
         if died is not None and now - died > 2 * ASK_SECONDS:
             return True
@@ -429,7 +432,7 @@ class MeetingEngine(PythonEngine):
 
     def interrupt(self) -> None:
         self._control.wake()
-        if self._link.backend is not None and self.may_wait():
+        if self.may_wait():
             with self._ending:
                 self._link.interrupt()
             if self._ended_at is None:
