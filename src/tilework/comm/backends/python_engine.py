@@ -128,6 +128,8 @@ class PythonEngine(ABC):
     def _enqueue(self, operation: Operation, number: int) -> PythonCompletion:
         completion = OwnCompletion(self.waits_of(operation, number))
         with self._lock:
+            if self.closed:  # since the check; the thread takes nothing more
+                raise Fault("closed", (self.rank,), "")
             self._queued += 1
             self._last_queued = completion
             if self._worker is None:
@@ -139,7 +141,7 @@ class PythonEngine(ABC):
                     # If a signal handler raises in start(), CPython raises another error over
                     # the handler's.
                     raise (error.__context__ or error) from None
-        self._queue.put((operation, completion))
+            self._queue.put((operation, completion))
         return completion
 
     def _work(self) -> None:

@@ -14,6 +14,7 @@ from tilework.comm.backends.threads import reference, threads_backend, threads_c
 from tilework.comm.waits import by_rank
 from tilework.comm.world import get_default_group
 from tilework.testing import run_ranks
+from tilework.testing.groups.base import failure_of, started
 
 pytestmark = pytest.mark.usefixtures("without_core")
 
@@ -87,6 +88,16 @@ def test_a_waiting_rank_awaits_those_only_that_have_not_come(
     monkeypatch.setattr(by_rank, "look_if_long", look)
     run_ranks(3, program)
     assert awaited[-1] in ((1, [2]), None)
+
+
+def test_a_call_during_which_the_group_closes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> str:
+        started(dist.barrier(async_op=True)).wait()
+        engine = get_default_group().engine  # type: ignore[attr-defined]
+        monkeypatch.setattr(engine, "check_open", engine.close)
+        return failure_of(lambda: dist.barrier(async_op=True)).text
+
+    assert "closed" in run_ranks(1, program)[0]
 
 
 def test_operations_of_many_ranks_leave_no_meeting() -> None:
