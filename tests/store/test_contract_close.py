@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
@@ -12,6 +13,9 @@ import pytest
 
 from tilework.errors import DistStoreError
 from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore, UnixStore
+from tilework.store.address import TcpAddress
+from tilework.store.pool import Pool
+from tilework.store.wire import Code, encode
 from tilework.testing.stores import Background
 
 
@@ -34,6 +38,21 @@ def test_close_wakes_who_waits(kind: str, tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(DistStoreError, match="is closed"):
             call.result()
+
+
+def test_close_ends_a_request_that_connects_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = TcpAddress.connect
+
+    def late(address: TcpAddress, seconds: float) -> socket.socket:
+        sock = connect(address, seconds)
+        pool.close()
+        return sock
+
+    with TCPStore("127.0.0.1", 0, is_master=True) as server:
+        pool = Pool(TcpAddress("127.0.0.1", server.port), None)
+        monkeypatch.setattr(TcpAddress, "connect", late)
+        with pytest.raises(DistStoreError, match="is closed"):
+            pool.ask(encode(Code.NUM_KEYS), 60.0)
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp", "unix"])

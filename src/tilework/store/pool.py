@@ -304,9 +304,11 @@ class Pool:
         wait_seconds = max(0.001, wait_seconds)
         sock = self.where.connect(wait_seconds)
         channel = Channel(sock)
-        with self._lock:
-            self._all.add(channel)
         try:
+            with self._lock:
+                self._all.add(channel)
+                if self.closed:  # it will not interrupt this channel
+                    raise checks.closed_error(f"the store at {self.where}")
             why = self.where.refuses(sock)
             if why:
                 raise DistNetworkError(f"cannot be trusted: {why}")
