@@ -146,7 +146,7 @@ def run_on_hosts(
     host_of: Sequence[int],
     fn: Callable[[int], _Result],
     backend: str | None = "hybrid",
-    timeout: timedelta = timedelta(seconds=30),
+    timeout: timedelta = timedelta(seconds=120),
 ) -> list[_Result]:
     """Run ``fn(rank)`` in processes, rank r on ``hosts[host_of[r]]``; return the results.
 
@@ -166,7 +166,7 @@ def joined(
     host_of: Sequence[int],
     rank: int,
     backend: str | None = "hybrid",
-    timeout: timedelta = timedelta(seconds=30),
+    timeout: timedelta = timedelta(seconds=120),
 ) -> Iterator[dist.Store]:
     """Make this process rank ``rank`` of a default group of all ranks, on ``hosts[host_of[rank]]``.
 
@@ -186,5 +186,5 @@ def joined(
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     return done.stdout

@@ -69,8 +69,8 @@ def test_arrows_shorter_than_the_error_are_named(tmp_path: Path) -> None:
     assert names == {"awaited (shorter than the clocks' error)"}
 
 
-#: Shifts the monotonic clock by 3 s, and no other.
-SHIFTED = ("unshare", "--time", "--monotonic", "3", "--fork")
+#: Shifts the monotonic clock by 300 s, and no other.
+SHIFTED = ("unshare", "--time", "--monotonic", "300", "--fork")
 
 
 def why_no_clocks() -> str | None:
@@ -107,9 +107,9 @@ def test_clocks_of_two_namespaces_are_aligned_within_the_error_stated(tmp_path: 
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for tests.hosts
         environment = {**os.environ, "PYTHONPATH": paths}
         jobs = [subprocess.Popen(each, cwd=tmp_path, env=environment) for each in commands]
-        assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+        assert [job.wait(timeout=240) for job in jobs] == [0, 0]
     raw = [read_file(tmp_path / "trace" / f"rank-{rank}.jsonl") for rank in (0, 1)]
-    assert abs(raw[1].began - raw[0].began - 3e9) < 2e9  # the clocks do differ
+    assert abs(raw[1].began - raw[0].began - 300e9) < 200e9  # the clocks do differ
     timeline = read_timeline(tmp_path / "trace")
     assert "another host, whose clock is known to" in timeline.problems[0]
     # Both namespaces have one wall clock, which tells where operations ought to be.

@@ -15,7 +15,7 @@ import tilework.distributed as dist
 from tilework import checkpoint
 from tilework.capture import capture
 from tilework.comm.world import current_world
-from tilework.inspect import TraceError, read_timeline, trace
+from tilework.inspect import TraceError, read_timeline, trace, writer
 from tilework.parallel import fully_shard
 from tilework.testing import run_ranks
 
@@ -26,7 +26,10 @@ def test_a_killed_rank_leaves_what_it_wrote(tmp_path: Path) -> None:
             for _ in range(10):
                 dist.barrier()
             with dist.span("last words"):
-                time.sleep(0.8)
+                while not (own := tmp_path / f"rank-{rank}.jsonl").exists():
+                    time.sleep(0.01)
+                while b"last words" not in own.read_bytes():
+                    time.sleep(0.01)
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 dist.barrier()
@@ -121,13 +124,14 @@ def test_spans_with_strange_names_are_written(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_program(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer, "_MOST_SECONDS", 3600.0)  # nothing is written before the end
+
     def program(rank: int) -> bool:
         with trace(tmp_path / "gone"):
             (tmp_path / "gone").rmdir()
             dist.barrier()
-            time.sleep(0.5)
         return True
 
     assert run_ranks(1, program) == [True]

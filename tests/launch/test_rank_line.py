@@ -20,7 +20,7 @@ dist.init_process_group()
 weight = torch.nn.Parameter(torch.ones(8))
 optimizer = torch.optim.SGD([weight])
 while True:
-    time.sleep(0.02 * dist.get_rank())
+    time.sleep(0.1 * dist.get_rank())
     weight.grad = torch.ones(8)
     weight.grad[0] = os.path.exists("stop")
     dist.all_reduce(weight.grad)

@@ -19,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import tilework.distributed as tw
 from tests.jobs import Job, Launcher, Rank
-
-#: How soon survivors must have raised, in seconds; most of it is for a machine that is busy.
-SOON = 15.0
+from tests.limits import PROMPTLY
 
 
 def join(rank: Rank) -> None:
@@ -66,7 +64,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, program: Any) -> 
             while said == "stepped":
                 said = job.hear(number)
             kind, text, when = said
-            assert when - killed < SOON
+            assert when - killed < PROMPTLY
             assert "PeerLostError" in (kind, *text.replace(":", " ").split())
             assert "rank 1" in text
 
