@@ -21,11 +21,13 @@ from tests.rpc.joined_ranks import (
     join,
     my_name,
     nothing,
+    this_agent,
     together,
     until,
 )
 from tilework import rpc
 from tilework.errors import DistError, PeerLostError, RpcTimeoutError
+from tilework.rpc.calls import Calls
 from tilework.testing import run_ranks
 
 _gates: dict[str, Gate] = {}
@@ -129,6 +131,31 @@ def test_at_once_waits_for_nobody() -> None:
             rpc.shutdown(graceful=False)
             assert time.monotonic() - begun < PROMPTLY
             gate.open.set()
+
+    run_ranks(2, body)
+
+
+def test_a_call_that_begins_after_rpc_began_to_close_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = _gates["closing"] = Gate()
+
+    def body(rank: int) -> None:
+        join(rank)
+        rpc.barrier()
+        if rank == 0:
+            agent, add = this_agent(), Calls.add
+
+            def late(calls: Calls, call: Any) -> tuple[int, bool]:
+                agent._closed = True  # and the calls to end have been listed
+                return add(calls, call)
+
+            monkeypatch.setattr(Calls, "add", late)
+            with pytest.raises(DistError, match="before _hold"):
+                rpc.rpc_sync("w1", _hold, args=("closing",))
+            agent._closed = False
+            gate.open.set()
+        dist.barrier()
+        monkeypatch.undo()
+        rpc.shutdown(graceful=False)
 
     run_ranks(2, body)
 

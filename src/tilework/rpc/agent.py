@@ -194,7 +194,7 @@ class Agent:
         if wake:
             self._transport.wake()
         kind = MessageKind.INNER_CALL if call.inner else MessageKind.CALL
-        sent = self.sender.post(kind, to, number, payload, refs)
+        sent = self.sender.post(kind, to, number, payload, refs) and not self._closed
         if not sent and self._calls.pop(number) is not None:
             self._calls.ended(call)
             raise _closed_error(call) if self._closed else call.lost()
