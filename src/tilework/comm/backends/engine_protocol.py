@@ -11,11 +11,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from tilework.comm.flight.ring import FaultArgs as FaultArgs
 from tilework.comm.forms import Operation
 
 FaultKind = Literal["mismatch", "peer_lost", "timeout", "aborted", "closed"]
-#: The kind, the group ranks at fault, detail for a person.
-FaultArgs = tuple[str, tuple[int, ...], str]
 #: The group rank that aborted, the kind of fault, the text for the others.
 Abort = tuple[int, str, str]
 

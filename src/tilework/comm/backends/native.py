@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance_digest
-from tilework.comm.backends.engine_protocol import Engine
+from tilework.comm.backends.engine_protocol import Engine, FaultArgs
 from tilework.comm.backends.native_work import (
     Effects,
     EngineWork,
@@ -255,17 +255,21 @@ class NativeGroup(ProcessGroup):
 
     # -- failing -------------------------------------------------------------------------
 
-    def explain(
-        self, fault: tuple[str, tuple[int, ...], str], title: str, site: str
-    ) -> DistBackendError:
+    def explain(self, fault: FaultArgs, title: str, site: str) -> DistBackendError:
         """Turn a fault of the engine into the error to raise on this rank. Unless the group is
-        aborted or closed already, also abort it.
+        aborted or closed already, also abort it. An asynchronous call that failed before is named
+        in place of the call that notices, which ``title`` and ``site`` are of.
         """
         kind, at_fault, detail = fault
+        number = self.engine.sequence()
+        failed = None if kind in ("aborted", "closed") else self.flight.first_failed(fault)
+        if failed is not None:
+            number = failed.number
+            if not (site == failed.site and title.startswith(failed.what)):
+                title, site = failed.what, failed.site
         here = f"{title} at {site}" if site else title
         ranks = [self.global_ranks[r] for r in at_fault if 0 <= r < self._size]
         me = f"rank {self.global_ranks[self._rank]}"
-        number = self.engine.sequence()
         place = f"{me}, group {self.group_name!r}, operation #{number}"
         if kind == "closed":
             why = "the group was closed on this rank"

@@ -126,6 +126,7 @@ _LABEL = 4
 _MOST = 0x7FFF_FFFF_FFFF_FFFF
 #: The count for kinds that compare shapes instead; and in facts, of parts of different sizes.
 _NOTHING, _UNEVEN = -1, -2
+_KIND: Final = struct.Struct("=q")
 _FACTS: Final = struct.Struct(f"={len(_FIELDS) + 1}q")
 
 
@@ -145,6 +146,12 @@ def compare_calls(
     layout = struct.Struct(f"={len(_FIELDS) + 2 * size}q")
     gathered = gather(layout.pack(*header_of(operation, rank, size)))
     return disagreement([*layout.iter_unpack(gathered)])
+
+
+def called_kinds(gathered: bytes, size: int) -> list[str]:
+    """The kinds of all ranks' operations, by what ``gather`` gave :func:`compare_calls`."""
+    kinds, count = get_args(Kind), len(gathered) // size
+    return [kinds[_KIND.unpack_from(gathered, count * rank)[0]] for rank in range(size)]
 
 
 def _common_count(op: Operation, size: int) -> int:

@@ -31,7 +31,7 @@ class PythonEngine(ABC):
     fault_type: type[Exception] = Fault
     refusals: tuple[type[Exception], ...] = ()
     takes_addresses = False
-    watches = False
+    watches = True
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         #: The thread that made the group.
@@ -147,23 +147,11 @@ class PythonEngine(ABC):
     def _work(self) -> None:
         for operation, completion in iter(self._queue.get, None):
             fault = self.fault_of(partial(self.perform, operation))
-            if fault is not None:
-                self._fail(operation, fault)
+            self._failed = self._failed or fault
             with self._lock:
                 self._queued -= 1
             completion.complete(fault)
             del operation, completion  # not kept until the next one comes
-
-    def _fail(self, operation: Operation, fault: FaultArgs) -> None:
-        """Keep the fault of an asynchronous operation. If a rank was lost or late, abort the group
-        at once: perhaps no thread waits for the operation.
-        """
-        self._failed = self._failed or fault
-        kind, ranks, detail = fault
-        # Every rank finds a mismatch by itself.
-        if not self.watches and kind in ("peer_lost", "timeout"):
-            at_fault = ",".join(str(self._global_ranks[r]) for r in ranks)
-            self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
 
     def fault_of(self, act: Callable[[], object]) -> FaultArgs | None:
         """Run ``act`` if the group is open; return the fault, or None. An exception other than

@@ -32,6 +32,8 @@ ANY_PEER: Final = -1
 _getframe, _now = sys._getframe, time.monotonic_ns
 
 Shapes = Sequence[Sequence[int]]
+#: The kind of a fault, the group ranks at fault, detail for a person.
+FaultArgs = tuple[str, tuple[int, ...], str]
 
 
 #: An operation, as cheap to make as possible: the title, the tensors' dtype (None without tensors),
@@ -100,7 +102,7 @@ class Pending(Protocol):
         """True if the operation has ended. Never blocks."""
         ...
 
-    def fault(self) -> tuple[str, tuple[int, ...], str] | None:
+    def fault(self) -> FaultArgs | None:
         """The fault that ended the operation: kind, ranks at fault, a text; or None."""
         ...
 
@@ -236,10 +238,19 @@ class Ring:
 
     def entries(self) -> list[Entry]:
         """The operations, oldest first. Takes no lock, so any thread may ask at any time."""
-        late = [slot for slot in _copied(self._late) if slot[_ENDED] is None]
         ahead = _anchor.ahead()
-        slots = (*late, *_copied(self._slots))
-        return [_entry(slot, ahead) for slot in slots if slot is not _EMPTY]
+        return [_entry(slot, ahead) for slot in self._kept()]
+
+    def first_failed(self, fault: FaultArgs) -> Entry | None:
+        """The first collective in flight that ended with ``fault``. Never blocks."""
+        for slot in self._kept():
+            if slot[_ENDED] is None and slot[_PEER] is None and has_failed(slot[_PENDING], fault):
+                return _entry(slot, 0.0)
+        return None
+
+    def _kept(self) -> list[_Slot]:
+        late = [slot for slot in _copied(self._late) if slot[_ENDED] is None]
+        return [slot for slot in (*late, *_copied(self._slots)) if slot is not _EMPTY]
 
 
 class _Tail:
@@ -315,6 +326,11 @@ def _entry(slot: _Slot, ahead: float) -> Entry:
     text = outcome(ended, pending if ended is None else result)
     times = entered / 1e9 + ahead, None if ended is None else ended / 1e9 + ahead
     return Entry(number, describe(what), format_site(site), *times, text, peer, tag)
+
+
+def has_failed(pending: Pending | None, fault: FaultArgs) -> bool:
+    """True if the operation ``pending`` has ended with ``fault``."""
+    return pending is not None and pending.fault() == fault
 
 
 def outcome(ended: float | None, result: str | Pending | None) -> str:

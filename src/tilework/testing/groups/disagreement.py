@@ -212,6 +212,18 @@ class MismatchSuite(GroupSuite):
             return
         raise AssertionError("the future of a failed operation gave a value")
 
+    def test_the_next_call_names_the_call_that_failed(self) -> None:
+        def body(rank: int) -> str:
+            if rank == 0:
+                dist.all_reduce(torch.ones(5), async_op=True)
+            else:
+                dist.broadcast(torch.ones(5), 0, async_op=True)
+            return failure_of(lambda: dist.all_reduce(torch.ones(2))).text
+
+        for text in self.run(2, body):
+            assert "rank 0 called all_reduce float32 [5] SUM, rank 1 broadcast float32 [5]" in text
+            assert text.count("#1 at ") == 2, text
+
     def test_the_message_names_rank_group_and_number(self) -> None:
         def body(rank: int) -> str:
             still_works(3)

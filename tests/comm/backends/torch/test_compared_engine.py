@@ -144,6 +144,17 @@ def test_a_mismatch_in_flight_is_raised(
         assert_both_lines(text)
 
 
+def test_a_receive_that_waits_does_not_delay_what_ranks_report() -> None:
+    def body(rank: int) -> str:
+        message = started(dist.irecv(torch.ones(2), (rank + 1) % 3))
+        text = failure_of(swap(min(rank, 1)).wait).text
+        failure_of(message.wait)
+        return text
+
+    for text in ranks(3, body, "gloo"):
+        assert "ranks 1 and 2 broadcast float32 [2]" in text
+
+
 def test_a_mismatch_is_raised_at_the_latest_at_the_closing() -> None:
     def body(rank: int) -> str:
         swap(rank)

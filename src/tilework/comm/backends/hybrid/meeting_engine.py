@@ -27,7 +27,7 @@ from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
 from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.messages import PointToPoint, TransferWaits
 from tilework.comm.backends.network_interfaces import reachable_address
-from tilework.comm.backends.operation_header import compare_calls
+from tilework.comm.backends.operation_header import called_kinds, compare_calls
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.shm.shm_group import ShmEngine
 from tilework.comm.backends.tensor_memory import as_bytes
@@ -41,6 +41,8 @@ LOOK_SECONDS = 0.05
 #: Seconds that a failing rank waits for other hosts to report causes, or missing ranks.
 ASK_SECONDS = 0.3
 _MISSING_SECONDS = 0.15
+#: Seconds that explaining a failure takes at most.
+EXPLAIN_SECONDS = 2.0
 #: Seconds that a transfer has to end by itself after its connection was ended.
 _GRACE_SECONDS = 0.2
 #: Extra seconds of a rank whose leader waits for other hosts: the leader gives up first.
@@ -83,7 +85,8 @@ class MeetingEngine(PythonEngine):
         self._performed = 0
         self._deadline = 0.0
         self._sent_bytes = 0
-        self._last = "nothing yet"
+        #: The last headers of all ranks, and the number of the operation.
+        self._met = (0, b"")
         #: Held while connections of Gloo are ended: two threads at once may leave some open.
         self._ending = threading.Lock()
         #: The time of the first end of connections.
@@ -121,10 +124,14 @@ class MeetingEngine(PythonEngine):
             provenance_digest.set_digest(carried)
         if at_fault:
             raise Fault("mismatch", at_fault, why)
-        self._last = f"#{self._performed} {operation.title or operation.kind}"
 
     def _gathered(self, own: bytes) -> bytes:
         """The records of all ranks, which have the same length, in the order of the ranks."""
+        everyone = self._exchanged(own)
+        self._met = self._performed, everyone
+        return everyone
+
+    def _exchanged(self, own: bytes) -> bytes:
         hosts, count = self.hosts, len(own)
         here = own
         if self._shm is not None:
@@ -291,16 +298,11 @@ class MeetingEngine(PythonEngine):
         self, way: str, tensor: Tensor, rank: int, number: int, timeout: float
     ) -> Completion:
         memory = as_bytes(tensor)
-        works: list[Any] = []
-        why = self.attempt(
-            lambda: works.append(self.start_transfer(way, memory, rank, COLLECTIVES + 1 + number)),
-            rank,
-        )
-        if why is not None:
-            raise Fault(*why)
-        return TorchCompletion(
-            works.pop(), memory, timeout, partial(self.await_transfer, peer=rank)
-        )
+        try:
+            work = self.start_transfer(way, memory, rank, COLLECTIVES + 1 + number)
+        except RuntimeError as error:  # explained by who waits: this may be the control thread
+            work = _FailedWork(error.with_traceback(None))
+        return TorchCompletion(work, memory, timeout, partial(self.await_transfer, peer=rank))
 
     def group_fault(self, completion: Completion) -> FaultArgs | None:
         fault = completion.fault()
@@ -404,12 +406,25 @@ class MeetingEngine(PythonEngine):
             self.interrupt()
 
     def on_tick(self) -> bool:
-        return self._messages.end_receives()
+        # The abort that follows a failure wakes this thread, which its explanation needs.
+        return self._is_explained() and self._messages.end_receives()
 
     # -- the end -------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        if self._failed is not None:
+            poll(self._is_explained, EXPLAIN_SECONDS)
+        super().check_open()
+
+    def _is_explained(self) -> bool:
+        """False after a failure, until the abort that says more follows."""
+        return self._failed is None or self.closed or self.aborted() is not None
+
     def last_entered(self) -> list[str]:
-        return [self._last] * self.size
+        number, records = self._met
+        if not number:
+            return ["nothing yet"] * self.size
+        return [f"#{number} {kind}" for kind in called_kinds(records, self.size)]
 
     def report_failure(self, text: str) -> None:
         with self._changed:
@@ -453,6 +468,16 @@ class MeetingEngine(PythonEngine):
         for line in self._leaders.values():
             line.close()
         self._link.release()
+
+
+class _FailedWork:
+    """The Work of a transfer that could not begin."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, limit: object) -> None:
+        raise self._error
 
 
 def _read(line: socket.socket, memory: memoryview) -> int | None:

@@ -24,11 +24,13 @@ from tilework.comm.contract import CompletedWork, MessageWait, Work, shape_of
 from tilework.comm.flight.ring import (
     ANY_PEER,
     Entry,
+    FaultArgs,
     Ring,
     Tail,
     Timed,
     capacity_setting,
     describe,
+    has_failed,
     outcome,
 )
 from tilework.comm.forms import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts, op_factor, op_type
@@ -250,6 +252,13 @@ class CoreRing(Ring):
 
     def entries(self) -> list[Entry]:
         return [self._entry(record) for record in self.ring.records()]
+
+    def first_failed(self, fault: FaultArgs) -> Entry | None:
+        for record in self.ring.records():
+            *_, ended, _, pending, peer, _ = record
+            if not ended and peer is None and has_failed(pending, fault):
+                return self._entry(record)
+        return None
 
     def _entry(self, record: _core.Record) -> Entry:
         number, what, site, entered, ended, failure, pending, peer, tag = record

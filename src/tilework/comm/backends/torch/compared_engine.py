@@ -34,8 +34,6 @@ _FIRST_CALLS = 100
 _LOOK = timedelta(seconds=0.1)
 #: Seconds that the engine has to end what was given up.
 _END_SECONDS = 0.2
-#: Seconds that explaining a failure takes at most.
-EXPLAIN_SECONDS = 2.0
 #: Words in errors of torch's engines: of a late rank, and of closed connections.
 _LATE = ("timed out",)
 _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
@@ -45,7 +43,6 @@ class ComparedEngine(MeetingEngine):
     """A rank's end of a group on an engine that compares nothing by itself."""
 
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)
-    watches = True
 
     def __init__(self, amount: str, connections: Connections) -> None:
         self.mover = connections.link
@@ -54,11 +51,6 @@ class ComparedEngine(MeetingEngine):
         #: Why the engine lacks an operation; "" if it has it. All ranks ask once they have agreed.
         self.refusal: Callable[[Operation], str] = lambda operation: ""
         super().__init__(connections)
-
-    def check_open(self) -> None:
-        if self._failed is not None:  # the abort that follows says more
-            poll(lambda: self.closed or self.aborted() is not None, EXPLAIN_SECONDS)
-        super().check_open()
 
     def perform(self, operation: Operation) -> None:
         self.begin(operation)

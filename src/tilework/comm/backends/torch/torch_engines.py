@@ -19,10 +19,11 @@ import torch.distributed
 from torch import Tensor
 
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
+from tilework.comm.backends.hybrid.meeting_engine import EXPLAIN_SECONDS
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.python_engine import poll
-from tilework.comm.backends.torch.compared_engine import EXPLAIN_SECONDS, ComparedEngine
+from tilework.comm.backends.torch.compared_engine import ComparedEngine
 from tilework.comm.backends.torch.comparing import compared
 from tilework.comm.backends.torch.movers import GlooMover, Mover, StreamMover
 from tilework.comm.backends.torch.torch_calls import c10d, kind_of
