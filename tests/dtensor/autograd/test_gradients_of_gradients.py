@@ -148,7 +148,7 @@ def _layouts(shapes: list[tuple[int, ...]]) -> list[list[Layout]]:
     ]
     found = [[Layout((each,)) for each in combined] for combined in itertools.product(*choices)]
     partial = [Layout((Partial(),))] * len(shapes)
-    return [*found[:: max(1, len(found) // 8)], partial]
+    return [*found[:: max(1, len(found) // 5)], partial]
 
 
 @each("name", OPERATORS)

@@ -17,7 +17,7 @@ from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 
-STEPS = 3
+STEPS = 2
 #: Its gradients are sparse, of which DTensor has none.
 OTHERS = {"Optimizer", "SparseAdam"}
 NAMES = sorted(
@@ -100,8 +100,8 @@ def test_steps_are_those_of_plain_parameters(name: str) -> None:
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        for kwargs, expected in cases:
-            for way in ("rows", "columns", "mixed"):
+        for number, (kwargs, expected) in enumerate(cases):
+            for way in ("mixed", ("rows", "columns")[number % 2]):
                 params = [placed(x, mesh, number, way) for number, x in enumerate(whole)]
                 found = train(info, params, kwargs)
                 assert len(found) == len(expected)

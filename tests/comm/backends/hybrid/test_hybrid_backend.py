@@ -26,7 +26,6 @@ from tilework.testing.groups.messages import MessageSuite
 from tilework.testing.groups.moves import BroadcastSuite, GatherSuite
 from tilework.testing.groups.reductions import AllReduceSuite, ReduceSuite
 from tilework.testing.groups.values import assert_same, bits, folded, pattern
-from tilework.testing.groups.works import WorkSuite
 
 T = TypeVar("T")
 LIMIT = timedelta(seconds=120)
@@ -77,7 +76,7 @@ class TestTwoHostsBetweenProcesses(OnTwoHosts, AllReduceSuite, MessageSuite):
         return run_ranks(n, fn, kind="processes", backend="hybrid", timeout=LIMIT)
 
 
-class TestThreeHosts(BroadcastSuite, GatherSuite, AllReduceSuite, ReduceSuite, WorkSuite):
+class TestThreeHosts(BroadcastSuite, GatherSuite, AllReduceSuite, ReduceSuite):
     """Hosts of three, two and one ranks: one lane, and tensors that are reduced in shares."""
 
     group_type = HybridGroup
