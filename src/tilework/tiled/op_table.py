@@ -15,48 +15,27 @@ import torch
 
 from tilework.tiled.op_rules import RuleFunction
 
+_PLAIN = "add sub mul matmul pow neg abs eq ne lt le gt ge"
 #: Python's operator methods, by the operator.
 _DUNDERS = {
-    "__add__": "add",
+    **{f"__{name}__": name for name in _PLAIN.split()},
+    **{f"__{name}__": f"bitwise_{name}" for name in ("and", "or", "xor")},
+    **{f"__r{name}__": f"bitwise_{name}" for name in ("and", "or", "xor")},
     "__radd__": "add",
-    "__sub__": "sub",
-    "__mul__": "mul",
     "__rmul__": "mul",
     "__truediv__": "div",
     "__div__": "div",
-    "__matmul__": "matmul",
     "__floordiv__": "floor_divide",
     "__mod__": "remainder",
-    "__pow__": "pow",
-    "__neg__": "neg",
     "__pos__": "positive",
-    "__abs__": "abs",
     "__invert__": "bitwise_not",
-    "__and__": "bitwise_and",
-    "__rand__": "bitwise_and",
-    "__or__": "bitwise_or",
-    "__ror__": "bitwise_or",
-    "__xor__": "bitwise_xor",
-    "__rxor__": "bitwise_xor",
     "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift",
-    "__eq__": "eq",
-    "__ne__": "ne",
-    "__lt__": "lt",
-    "__le__": "le",
-    "__gt__": "gt",
-    "__ge__": "ge",
 }
 #: Aliases of operators.
 _ALIASES = {
+    **{f"arc{name}": f"a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tan2", "tanh")},
     "absolute": "abs",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
     "clip": "clamp",
     "concat": "cat",
     "concatenate": "cat",

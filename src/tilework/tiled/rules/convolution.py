@@ -72,6 +72,20 @@ def _is_emptied(local: Tensor, arg: Arg) -> bool:
     )
 
 
+def guarded_call(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    inputs: Mapping[Arg, Sequence[Factor | Dim | None]],
+    outputs: Sequence[Sequence[Factor | Dim | None]],
+    *,
+    local: Callable[[LocalRanges], Mapping[str, Any]] = lambda ranges: {},
+    **facts: Any,
+) -> RuleResult:
+    """The local call of an operator, with further facts, on shards that may be empty."""
+    run = guard_empty_shards(function, arguments, inputs, local)
+    return local_call(inputs, outputs, run=run, **facts)
+
+
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
     """A parameter such as ``stride`` as a number per spatial dim; None if it is something else."""
     if isinstance(value, int):
@@ -129,17 +143,14 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
         }
         if bias is not None:
             inputs[bias] = [(group, o)]
-        return local_call(
+        return guarded_call(
+            function,
+            {"input": input, "weight": weight, "bias": bias, **arguments},
             inputs,
             [[*batch, (group, o), *(after for _, after in dims)]],
+            local=lambda ranges: {"groups": max(ranges.local_size((group,)), 1)},
             linear=[[input, bias], [weight, bias]],
             addends=[bias],
-            run=guard_empty_shards(
-                function,
-                {"input": input, "weight": weight, "bias": bias, **arguments},
-                inputs,
-                local=lambda ranges: {"groups": max(ranges.local_size((group,)), 1)},
-            ),
         )
 
     rule(function)(answer)
@@ -192,9 +203,8 @@ def _register_columns(function: Any, names: str, back: bool) -> None:
         batch = factors_of(input.shape[:lead])
         ends = [*batch, c, None, None], [*batch, column, None]
         before, after = ends[::-1] if back else ends
-        inputs = {input: before}
-        run = guard_empty_shards(function, {"input": input, **arguments}, inputs)
-        return local_call(inputs, [after], linear=[[input]], run=run)
+        given = {"input": input, **arguments}
+        return guarded_call(function, given, {input: before}, [after], linear=[[input]])
 
     rule(function)(answer)
 
@@ -213,15 +223,10 @@ def _pixel_shuffle(input: Any, upscale_factor: int) -> RuleResult:
     *batch, many, height, width = input.shape
     *lead, c, h, w = factors_of([*batch, many // upscale_factor**2, height, width])
     r, s = [Factor(upscale_factor, unshardable=True) for _ in "rs"]
-    inputs: dict[Arg, Sequence[Any]] = {input: [*lead, (c, r, s), h, w]}
-    return local_call(
-        inputs,
-        [[*lead, c, (h, r), (w, s)]],
-        rearranges=True,
-        run=guard_empty_shards(
-            _torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}, inputs
-        ),
-    )
+    given = {"input": input, "upscale_factor": upscale_factor}
+    before: list[Any] = [*lead, (c, r, s), h, w]
+    after: list[Any] = [*lead, c, (h, r), (w, s)]
+    return guarded_call(_torch.pixel_shuffle, given, {input: before}, [after], rearranges=True)
 
 
 @rule("pixel_unshuffle")
@@ -240,15 +245,10 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> RuleResult:
         [*batch, many, height // downscale_factor, width // downscale_factor]
     )
     r, s = [Factor(downscale_factor, unshardable=True) for _ in "rs"]
-    inputs: dict[Arg, Sequence[Any]] = {input: [*lead, c, (h, r), (w, s)]}
-    return local_call(
-        inputs,
-        [[*lead, (c, r, s), h, w]],
-        rearranges=True,
-        run=guard_empty_shards(
-            _torch.pixel_unshuffle, {"input": input, "downscale_factor": downscale_factor}, inputs
-        ),
-    )
+    given = {"input": input, "downscale_factor": downscale_factor}
+    before: list[Any] = [*lead, c, (h, r), (w, s)]
+    after: list[Any] = [*lead, (c, r, s), h, w]
+    return guarded_call(_torch.pixel_unshuffle, given, {input: before}, [after], rearranges=True)
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
@@ -256,11 +256,8 @@ def _channel_shuffle(input: Any, groups: int) -> RuleResult:
     if input.ndim < 3 or groups < 1 or input.shape[1] % groups:
         return None
     n, *spatial = factors_of((input.shape[0], *input.shape[2:]))
-    dims = [n, None, *spatial]
-    inputs = {input: dims}
-    arguments = {"input": input, "groups": groups}
-    run = guard_empty_shards(_torch.channel_shuffle, arguments, inputs)
-    return local_call(inputs, [dims], rearranges=True, run=run)
+    dims, given = [n, None, *spatial], {"input": input, "groups": groups}
+    return guarded_call(_torch.channel_shuffle, given, {input: dims}, [dims], rearranges=True)
 
 
 _functional: Any = F
@@ -286,12 +283,8 @@ def _register_pool(
         dims = _pool_factors(input.shape[lead:], arguments, results)
         out: list[Factor | Dim] = [*batch, *(after for _, after in dims)]
         inputs: dict[Arg, Sequence[Any]] = {input: [*batch, *(before for before, _ in dims)]}
-        return local_call(
-            inputs,
-            [out] * results,
-            linear=[[input]] if linear else [],
-            run=guard_empty_shards(function, arguments, inputs),
-        )
+        sums = [[input]] if linear else []
+        return guarded_call(function, arguments, inputs, [out] * results, linear=sums)
 
     rule(name)(answer)
 
@@ -332,8 +325,7 @@ def _register_max_unpool(function: Any, spatial: int, names: str) -> None:
         batch = factors_of(input.shape[:lead])
         dims = [*batch, *(None,) * spatial]
         arguments = dict(zip(names.split(), (input, indices, *args), strict=True))
-        inputs = {input: dims, indices: dims}
-        return local_call(inputs, [dims], run=guard_empty_shards(function, arguments, inputs))
+        return guarded_call(function, arguments, {input: dims, indices: dims}, [dims])
 
     rule(function)(answer)
 
@@ -351,24 +343,27 @@ def _interpolate(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
     if input.ndim < 3:
         return None
     dims = [*factors_of(input.shape[:2]), *(None,) * (input.ndim - 2)]
-    inputs = {input: dims}
-    run = guard_empty_shards(F.interpolate, arguments, inputs)
-    return local_call(inputs, [dims], linear=[[input]], run=run)
+    return guarded_call(F.interpolate, arguments, {input: dims}, [dims], linear=[[input]])
 
 
 @rule("grid_sample")
 def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> RuleResult:
     arguments = inspect.signature(F.grid_sample).bind(input, grid, *args, **kwargs).arguments
+    return grid_sampled(F.grid_sample, input, grid, arguments)
+
+
+def grid_sampled(
+    function: Callable[..., Any], input: Arg, grid: Arg, arguments: Mapping[str, Any]
+) -> RuleResult:
+    """The call of an operator that samples ``input`` at the places in ``grid``."""
     if input.ndim not in (4, 5) or grid.ndim != input.ndim or grid.shape[0] != input.shape[0]:
         return None
     n, c, *places = factors_of((*input.shape[:2], *grid.shape[1:-1]))
-    inputs = {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]}
-    return local_call(
-        inputs,
-        [[n, c, *places]],
-        linear=[[input]],
-        run=guard_empty_shards(F.grid_sample, arguments, inputs),
-    )
+    inputs: dict[Arg, Sequence[Any]] = {
+        input: [n, c, *(None,) * (input.ndim - 2)],
+        grid: [n, *places, None],
+    }
+    return guarded_call(function, arguments, inputs, [[n, c, *places]], linear=[[input]])
 
 
 @rule("affine_grid")
@@ -377,11 +372,11 @@ def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = N
         return None
     n = Factor(theta.shape[0], "n")
     arguments = {"theta": theta, "size": size, "align_corners": align_corners}
-    inputs = {theta: [n, None, None]}
-    run = guard_empty_shards(
+    return guarded_call(
         F.affine_grid,
         arguments,
-        inputs,
+        {theta: [n, None, None]},
+        [[n, *(None,) * (len(size) - 1)]],
         local=lambda ranges: {"size": [max(ranges.local_size((n,)), 1), *size[1:]]},
+        linear=[[theta]],
     )
-    return local_call(inputs, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run)

@@ -55,10 +55,14 @@ def _along(
 
 def _register_running(name: str, results: int) -> None:
     on_empty = getattr(Tensor, name)
-    rule(name)(lambda input, dim: _along(input, dim, results, on_empty=lambda x: on_empty(x, dim)))
+
+    @rule(name)
+    def answer(input: Arg, dim: int, **dtype: Any) -> RuleResult:
+        return _along(input, dim, results, on_empty=lambda x: on_empty(x, dim, **dtype))
 
 
 _register_running("logcumsumexp", 1)
+_register_running("cumprod", 1)
 _register_running("cummax", 2)
 _register_running("cummin", 2)
 
@@ -68,49 +72,29 @@ def _cumsum(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
     return _along(input, dim, 1, linear=sums_partial(input, dtype))
 
 
-@rule("cumprod")
-def _cumprod(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
-    return _along(input, dim, 1, on_empty=lambda x: x.cumprod(dim, dtype=dtype))
+def _register_sort(name: str, results: int) -> None:
+    @rule(name)
+    def answer(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
+        # The forms are (dim, descending) and (*, stable, dim, descending).
+        dim = kwargs.get("dim", next((arg for arg in args if type(arg) is int), -1))
+        return _along(input, dim, results)
 
 
-@rule("sort")
-def _sort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
-    # The forms are (dim, descending) and (*, stable, dim, descending).
-    dim = kwargs.get("dim", next((arg for arg in args if type(arg) is int), -1))
-    return _along(input, dim, 2)
-
-
-@rule("argsort")
-def _argsort(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
-    dim = kwargs.get("dim", next((arg for arg in args if type(arg) is int), -1))
-    return _along(input, dim, 1)
-
-
-@rule("msort")
-def _msort(input: Arg) -> RuleResult:
-    return _along(input, 0, 1)
-
-
-@rule("topk")
-def _topk(
-    input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> RuleResult:
-    return _along(input, dim, 2)
+_register_sort("sort", 2)
+_register_sort("argsort", 1)
+rule("msort")(lambda input: _along(input, 0, 1))
+rule("topk")(lambda input, k, dim=-1, largest=True, sorted=True: _along(input, dim, 2))
 
 
 @rule("mode")
-def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> RuleResult:
+def _mode(input: Arg, dim: int | None = -1, keepdim: bool = False) -> RuleResult:
+    if dim is None:  # a median of all elements
+        return None
     return reduce_dims(input, dims_of(input.ndim, dim), keepdim, None, results=2)
 
 
-@rule("kthvalue")
-def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    return _mode(input, dim, keepdim)
-
-
-@rule("median", "nanmedian")
-def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    return None if dim is None else _mode(input, dim, keepdim)
+rule("kthvalue")(lambda input, k, dim=-1, keepdim=False: _mode(input, dim, keepdim))
+rule("median", "nanmedian")(lambda input, dim=None, keepdim=False: _mode(input, dim, keepdim))
 
 
 def _register_quantile(name: str) -> None:
@@ -182,14 +166,8 @@ def _diff(
     return local_call(dict.fromkeys(tensors, factors), [factors], linear=[tensors])
 
 
-@rule("trapezoid", "trapz")
-def _trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> RuleResult:
-    return _integral(y, x, dim, keeps=False)
-
-
-@rule("cumulative_trapezoid")
-def _cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = 1, dim: int = -1) -> RuleResult:
-    return _integral(y, x, dim, keeps=True)
+rule("trapezoid", "trapz")(lambda y, x=None, *, dx=1, dim=-1: _integral(y, x, dim, keeps=False))
+rule("cumulative_trapezoid")(lambda y, x=None, *, dx=1, dim=-1: _integral(y, x, dim, keeps=True))
 
 
 def _integral(y: Arg, x: Any, dim: int, *, keeps: bool) -> RuleResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,11 +91,10 @@ def _may_be_partial(value: Any) -> bool:
     return isinstance(value, Arg) and value.dtype not in NARROW
 
 
-@rule(
-    *sorted((pointwise_names() | set(_UNTAGGED.split())) - set(_OTHERS.split())),
-    values_matter=False,
-    is_elementwise=True,
-)
+_elementwise = partial(rule, values_matter=False, is_elementwise=True)
+
+
+@_elementwise(*sorted((pointwise_names() | set(_UNTAGGED.split())) - set(_OTHERS.split())))
 def elementwise(*args: Any, **kwargs: Any) -> RuleResult:
     """The sharding rule of an operator whose tensor arguments are broadcast together."""
     return pointwise(tensors(*args, *kwargs.values()))
@@ -121,39 +121,41 @@ def _contiguous(input: Arg, memory_format: Any = None) -> RuleResult:
     return pointwise([input], rearranges=True)
 
 
-@rule("add", "sub", "rsub", "__rsub__", values_matter=False, is_elementwise=True)
+@_elementwise("add", "sub", "rsub", "__rsub__")
 def _sum(input: Any, other: Any, alpha: Any = 1) -> RuleResult:
     return pointwise(tensors(input, other), linear=[[input, other]])
 
 
-@rule("mul", values_matter=False, is_elementwise=True)
+@_elementwise("mul")
 def _product(input: Any, other: Any) -> RuleResult:
     given = tensors(input, other)
     return pointwise(given, linear=[[arg] for arg in given])
 
 
-@rule("div", values_matter=False, is_elementwise=True)
+@_elementwise("div")
 def _quotient(input: Any, other: Any, rounding_mode: str | None = None) -> RuleResult:
     return pointwise(tensors(input, other), linear=[[input]] if rounding_mode is None else [])
 
 
-@rule("lerp", values_matter=False, is_elementwise=True)
+@_elementwise("lerp")
 def _lerp(input: Arg, end: Arg, weight: Any) -> RuleResult:
     return pointwise(tensors(input, end, weight), linear=[[input, end]])
 
 
-@rule("addcmul", values_matter=False, is_elementwise=True)
-def _add_product(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> RuleResult:
-    sets = [[input, tensor1], [input, tensor2]]
-    return pointwise(tensors(input, tensor1, tensor2, value), linear=sets)
+def _register_sum_with(name: str, *numbers: int) -> None:
+    """Register an input plus a function of tensors 1 and 2, linear in those of these numbers."""
+
+    @_elementwise(name)
+    def answer(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> RuleResult:
+        given = input, tensor1, tensor2
+        return pointwise(tensors(*given, value), linear=[[input, given[n]] for n in numbers])
 
 
-@rule("addcdiv", values_matter=False, is_elementwise=True)
-def _add_quotient(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> RuleResult:
-    return pointwise(tensors(input, tensor1, tensor2, value), linear=[[input, tensor1]])
+_register_sum_with("addcmul", 1, 2)
+_register_sum_with("addcdiv", 1)
 
 
-@rule("where", values_matter=False, is_elementwise=True)
+@_elementwise("where")
 def _where(*args: Any, **kwargs: Any) -> RuleResult:
     if len(args) + len(kwargs) == 1:
         return Decomposition(lambda condition: torch.nonzero(condition, as_tuple=True))
@@ -163,22 +165,12 @@ def _where(*args: Any, **kwargs: Any) -> RuleResult:
     return pointwise(given, linear=[values] if len(values) == 2 else [])
 
 
-@rule("maximum", values_matter=False, is_elementwise=True)
-def _maximum(input: Any, other: Any) -> RuleResult:
-    return pointwise(tensors(input, other), extremum="max")
+_elementwise("maximum")(lambda input, other: pointwise(tensors(input, other), extremum="max"))
+_elementwise("minimum")(lambda input, other: pointwise(tensors(input, other), extremum="min"))
+_elementwise("frexp")(lambda input: pointwise([input], results=2))
 
 
-@rule("minimum", values_matter=False, is_elementwise=True)
-def _minimum(input: Any, other: Any) -> RuleResult:
-    return pointwise(tensors(input, other), extremum="min")
-
-
-@rule("frexp", is_elementwise=True)
-def _frexp(input: Arg) -> RuleResult:
-    return pointwise([input], results=2)
-
-
-@rule("copy", values_matter=False, is_elementwise=True)
+@_elementwise("copy")
 def _copy(self: Arg, src: Any, non_blocking: bool = False) -> RuleResult:
     if not isinstance(src, Arg):
         return pointwise([self])
@@ -222,9 +214,7 @@ def _to_memory_format(
     return input.to(*args, **kwargs).contiguous(memory_format=memory_format)
 
 
-@rule("type_as")
-def _type_as(input: Arg, other: Arg) -> RuleResult:
-    return Decomposition(lambda input, other: input.to(other.dtype))
+rule("type_as")(lambda input, other: Decomposition(lambda input, other: input.to(other.dtype)))
 
 
 @rule("type", may_be_input=True)

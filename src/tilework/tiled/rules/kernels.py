@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.tiled.factors import Dim, Factor, factors_of
+from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import (
     Arg,
     Decomposition,
@@ -20,9 +20,10 @@ from tilework.tiled.op_rules import (
     match_pattern,
 )
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.convolution import guard_empty_shards
+from tilework.tiled.rules.convolution import grid_sampled
 from tilework.tiled.rules.dim_ops import factors_but
 from tilework.tiled.rules.empty_shards import allow_empty_shards, with_row_for_empty
+from tilework.tiled.rules.rearranging import composed_rule
 from tilework.tiled.rules.reduction_args import dims_of
 
 _torch: Any = torch
@@ -33,9 +34,7 @@ def _native_dropout_backward(grad_output: Any, mask: Any, scale: Any) -> RuleRes
     return match_pattern("d*, d* -> d*", [grad_output, mask])
 
 
-@rule("alias_copy")
-def _alias_copy(input: Arg) -> RuleResult:
-    return Decomposition(torch.clone)
+rule("alias_copy")(lambda input: Decomposition(torch.clone))
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
@@ -79,17 +78,10 @@ def _native_group_norm(input: Arg, weight: Any, bias: Any, N: int, *args: Any) -
 
 @rule("grid_sampler_2d", "grid_sampler_3d")
 def _grid_sampler(input: Arg, grid: Arg, mode: int, padding: int, corners: bool) -> RuleResult:
-    if input.ndim not in (4, 5) or grid.ndim != input.ndim or grid.shape[0] != input.shape[0]:
-        return None
-    n, c, *places = factors_of((*input.shape[:2], *grid.shape[1:-1]))
-    inputs: dict[Arg, Sequence[Factor | Dim | None]] = {
-        input: [n, c, *(None,) * (input.ndim - 2)],
-        grid: [n, *places, None],
-    }
+    sampler = getattr(_torch, f"grid_sampler_{input.ndim - 2}d", None)
     arguments = {"input": input, "grid": grid, "interpolation_mode": mode}
     arguments.update(padding_mode=padding, align_corners=corners)
-    run = guard_empty_shards(getattr(_torch, f"grid_sampler_{input.ndim - 2}d"), arguments, inputs)
-    return local_call(inputs, [[n, c, *places]], linear=[[input]], run=run)
+    return grid_sampled(sampler, input, grid, arguments) if sampler else None
 
 
 def _register_resampling(name: str) -> None:
@@ -104,8 +96,8 @@ def _register_resampling(name: str) -> None:
         return local_call({input: loops}, [loops], linear=[[input]], run=run)
 
 
-for _name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
-    _register_resampling(_name)
+_register_resampling("_upsample_bilinear2d_aa")
+_register_resampling("_upsample_bicubic2d_aa")
 
 
 @rule("max_pool2d_with_indices_backward")
@@ -194,23 +186,19 @@ def _tensorsolve(input: Arg, other: Arg, dims: Any = None) -> RuleResult:
     return Decomposition(compute, is_checked=True) if fits else None
 
 
-@rule("_unsafe_masked_index")
-def _masked_index(input: Arg, mask: Any, indices: Any, fill: Any) -> RuleResult:
-    def compute(input: Tensor, mask: Tensor, indices: Any, fill: Any) -> Tensor:
-        found: Tensor = input[_clamped(input, indices)]
-        return found.masked_fill(~mask, fill)
-
-    return Decomposition(compute)
+def _masked_index(input: Tensor, mask: Tensor, indices: Any, fill: Any) -> Tensor:
+    found: Tensor = input[_clamped(input, indices)]
+    return found.masked_fill(~mask, fill)
 
 
-@rule("_unsafe_masked_index_put_accumulate")
-def _masked_index_put(input: Arg, mask: Any, indices: Any, values: Any) -> RuleResult:
-    def compute(input: Tensor, mask: Tensor, indices: Any, values: Tensor) -> Tensor:
-        kept = values.masked_fill(~mask, 0)
-        result: Tensor = torch.index_put(input, _clamped(input, indices), kept, accumulate=True)
-        return result
+def _masked_index_put(input: Tensor, mask: Tensor, indices: Any, values: Tensor) -> Tensor:
+    kept = values.masked_fill(~mask, 0)
+    result: Tensor = torch.index_put(input, _clamped(input, indices), kept, accumulate=True)
+    return result
 
-    return Decomposition(compute)
+
+rule("_unsafe_masked_index")(composed_rule(_masked_index))
+rule("_unsafe_masked_index_put_accumulate")(composed_rule(_masked_index_put))
 
 
 def _clamped(input: Tensor, indices: Sequence[Tensor | None]) -> tuple[Any, ...]:

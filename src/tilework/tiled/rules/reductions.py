@@ -6,7 +6,7 @@ The dims of statistics, and of maxima and minima with indices or a gradient, are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +21,19 @@ from tilework.tiled.rules.elementwise import pointwise
 from tilework.tiled.rules.reduction_args import any_sharded, dims_of, reduce_dims, sums_partial
 
 
-@rule("sum")
-def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    linear = sums_partial(input, dtype)
-    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, "sum", linear=linear)
+def _register_reduction(name: str, reduce_op: str, sums: bool = False) -> None:
+    """Register a reduction; with ``sums``, partial sums may be reduced as they are."""
+
+    @rule(name)
+    def answer(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
+        linear = sums and sums_partial(input, dtype)
+        return reduce_dims(input, dims_of(input.ndim, dim), keepdim, reduce_op, linear=linear)
 
 
-@rule("nansum")
-def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, "sum")
+_register_reduction("sum", "sum", sums=True)
+_register_reduction("nansum", "sum")
+_register_reduction("count_nonzero", "sum")
+_register_reduction("prod", "product")
 
 
 @rule("mean")
@@ -53,40 +57,16 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
     return reduce_dims(input, dims, keepdim, "sum", linear=sums_partial(input, dtype), run=make)
 
 
-@rule("prod")
-def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
-    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, "product")
+def _register_bools(names: str, reduce_op: str) -> None:
+    @rule(*names.split())
+    def answer(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
+        # () means no dims, unlike in other reductions.
+        dims = () if dim == () or dim == [] else dims_of(input.ndim, dim)
+        return reduce_dims(input, dims, keepdim, reduce_op)
 
 
-@rule("all")
-def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    return _of_bools(input, dim, keepdim, "min")
-
-
-@rule("any")
-def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    return _of_bools(input, dim, keepdim, "max")
-
-
-@rule("_is_all_true")
-def _is_all_true(input: Arg) -> RuleResult:
-    return _of_bools(input, None, False, "min")
-
-
-@rule("_is_any_true")
-def _is_any_true(input: Arg) -> RuleResult:
-    return _of_bools(input, None, False, "max")
-
-
-def _of_bools(input: Arg, dim: Any, keepdim: bool, reduce_op: str) -> RuleResult:
-    """The call of ``all`` or ``any``, where () means no dims, unlike in other reductions."""
-    dims = () if dim == () or dim == [] else dims_of(input.ndim, dim)
-    return reduce_dims(input, dims, keepdim, reduce_op)
-
-
-@rule("count_nonzero")
-def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
-    return reduce_dims(input, dims_of(input.ndim, dim), False, "sum")
+_register_bools("all _is_all_true", "min")
+_register_bools("any _is_any_true", "max")
 
 
 @rule("trace")
@@ -140,15 +120,14 @@ _register("max")
 _register("min")
 
 
-@rule("argmax", "argmin")
-def _argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    return reduce_dims(input, extreme_dims(input, dim), keepdim, None)
+def _register_places(names: str, results: int) -> None:
+    @rule(*names.split())
+    def answer(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
+        return reduce_dims(input, extreme_dims(input, dim), keepdim, None, results=results)
 
 
-@rule("aminmax")
-def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    return reduce_dims(input, extreme_dims(input, dim), keepdim, None, results=2)
-
+_register_places("argmax argmin", 1)
+_register_places("aminmax", 2)
 
 # torch has no type annotations for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -215,25 +194,16 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 def _vector_norm(
     input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
-        return None
-    return reduce_dims(input, dims, keepdim, None)
+    is_real = input.dtype.is_floating_point or input.dtype.is_complex
+    return reduce_dims(input, dims_of(input.ndim, dim), keepdim, None) if is_real else None
 
 
 @rule("linalg_matrix_norm")
 def _matrix_norm(
-    A: Arg,
-    ord: Any = "fro",
-    dim: Sequence[int] = (-2, -1),
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,
+    A: Arg, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> RuleResult:
     dims = dims_of(A.ndim, dim)
-    if dims is None or len(dims) != 2:
-        return None
-    return reduce_dims(A, dims, keepdim, None)
+    return reduce_dims(A, dims, keepdim, None) if dims and len(dims) == 2 else None
 
 
 @rule("linalg_norm")
@@ -313,9 +283,4 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
 def _pairwise_distance(
     x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> RuleResult:
-    def distance(
-        x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-    ) -> Tensor:
-        return _vector_norm_of(x1 - x2 + eps, p, -1, keepdim)
-
-    return Decomposition(distance)
+    return Decomposition(lambda x1, x2, *_, **__: _vector_norm_of(x1 - x2 + eps, p, -1, keepdim))
