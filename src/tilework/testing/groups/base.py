@@ -19,7 +19,14 @@ import tilework.distributed as dist
 from tilework.comm.contract import Capability, ProcessGroup
 from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
-from tilework.testing.groups.values import DTYPES, Case, cases, defined, reduce_op
+from tilework.testing.groups.values import (
+    DTYPES,
+    REDUCE_OPS,
+    Case,
+    cases,
+    defined,
+    reduce_op,
+)
 
 T = TypeVar("T")
 #: A test function, or a class of tests.
@@ -121,6 +128,10 @@ class GroupSuite(ABC):
     def sums(self) -> Iterator[Case]:
         """The cases that the backend can sum."""
         return (case for case in self.cases() if self.reduces("SUM", case.dtype))
+
+    def reductions(self) -> Iterator[tuple[str, torch.dtype]]:
+        """The reductions that the backend has, each with each dtype for which it has it."""
+        return ((op, kind) for op in REDUCE_OPS for kind in self.dtypes if self.reduces(op, kind))
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """True if the contract defines the reduction for the dtype, and the backend has it."""

@@ -25,6 +25,7 @@ from tilework.testing.groups.base import (
     inside,
     needs,
     on_ranks,
+    started,
     still_works,
 )
 
@@ -191,16 +192,13 @@ class MismatchSuite(GroupSuite):
 
     def test_asynchronous_operations(self) -> None:
         def reduce(size: int) -> object:
-            work = dist.all_reduce(torch.ones(size), async_op=True)
-            assert work is not None
-            return work.wait()
+            return started(dist.all_reduce(torch.ones(size), async_op=True)).wait()
 
         self.assert_mismatch(lambda: reduce(2), lambda: reduce(33), "2", "33")
 
     @on_ranks(2)
     def test_the_work_keeps_the_error(self, rank: int) -> None:
-        work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
-        assert work is not None
+        work = started(dist.all_reduce(torch.ones(2 + rank), async_op=True))
         future = work.get_future()
         failure_of(work.wait)
         assert work.is_completed()
@@ -273,9 +271,7 @@ class ProvenanceSuite(GroupSuite):
 
     def test_other_tensors_of_an_asynchronous_operation(self) -> None:
         def reduce() -> object:
-            work = dist.all_reduce(torch.ones(2), async_op=True)
-            assert work is not None
-            return work.wait()
+            return started(dist.all_reduce(torch.ones(2), async_op=True)).wait()
 
         self.assert_parted(reduce)
 
@@ -355,8 +351,7 @@ class TimeoutSuite(GroupSuite):
     def test_asynchronous_operations_time_out_too(self, rank: int) -> None:
         group = brief_group(timedelta(milliseconds=100))
         if rank == 0:
-            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-            assert work is not None
+            work = started(dist.all_reduce(torch.ones(1), group=group, async_op=True))
             error = failure_of(work.wait)
             assert error.kind is CollectiveTimeoutError
             assert isinstance(work.exception(), CollectiveTimeoutError)

@@ -10,7 +10,7 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.contract import Capability
-from tilework.testing.groups.base import GroupSuite, finish, needs, on_ranks, still_works
+from tilework.testing.groups.base import GroupSuite, finish, needs, on_ranks, started, still_works
 from tilework.testing.groups.values import Case, assert_same, pattern
 
 _F32 = torch.float32
@@ -27,13 +27,6 @@ class BroadcastSuite(GroupSuite):
             tensor = case.make(root) if rank == root else case.blank()
             finish(dist.broadcast(tensor, src=root, async_op=async_op), async_op)
             assert_same(tensor, case.value(root), case)
-
-    @on_ranks(3)
-    def test_broadcast_many_chunks(self, rank: int) -> None:
-        for dtype in (torch.float32, torch.int8):
-            tensor = pattern(rank, (self.large,), dtype)
-            dist.broadcast(tensor, src=1)
-            assert_same(tensor, pattern(1, (self.large,), dtype), dtype)
 
     @on_ranks(2)
     def test_strided_output_keeps_what_lies_between(self, rank: int) -> None:
@@ -76,9 +69,7 @@ class BroadcastSuite(GroupSuite):
             dist.all_reduce(inside)
             gathered = [torch.zeros(3), torch.zeros(3)]
             dist.all_gather(gathered, inside)
-            work = dist.broadcast(inside, src=0, async_op=True)
-            assert work is not None
-            work.wait()
+            started(dist.broadcast(inside, src=0, async_op=True)).wait()
         assert [t.tolist() for t in gathered] == [[1.0] * 3] * 2
         dist.all_reduce(inside)
         assert inside.tolist() == [2.0] * 3
@@ -117,12 +108,18 @@ class GatherSuite(GroupSuite):
 
         self.run(2, body)
 
-    @on_ranks(2)
-    def test_all_gather_of_many_chunks(self, rank: int) -> None:
-        outputs = [torch.zeros(self.large) for _ in range(2)]
-        dist.all_gather(outputs, pattern(rank, (self.large,), _F32))
-        for source, output in enumerate(outputs):
-            assert_same(output, pattern(source, (self.large,), _F32))
+    @on_ranks(3)
+    def test_moves_of_many_chunks(self, rank: int) -> None:
+        for dtype in (torch.float32, torch.int8):
+            rows = torch.stack([pattern(r, (3, self.large), dtype) for r in range(3)])
+            outputs = torch.zeros_like(rows[0])
+            dist.all_gather(list(outputs), rows[rank, 0])
+            assert_same(outputs, rows[:, 0], dtype)
+            dist.all_to_all(list(outputs), list(rows[rank]))
+            assert_same(outputs, rows[:, rank], dtype)
+            dist.scatter(outputs[0], list(rows[1]) if rank == 1 else None, src=1)
+            dist.broadcast(outputs[1], src=2)
+            assert_same(outputs[:2], torch.stack([rows[1, rank], rows[1, 2]]), dtype)
 
     @on_ranks()
     def test_all_gather_into_tensor_concatenates(self, rank: int, n: int, async_op: bool) -> None:
@@ -194,13 +191,6 @@ class ScatterSuite(GroupSuite):
         output = torch.zeros(rank, 2)
         dist.scatter(output, parts, src=0)
         assert_same(output, pattern(rank, (rank, 2), _F32))
-
-    @on_ranks(2)
-    def test_scatter_of_many_chunks(self, rank: int) -> None:
-        whole = pattern(5, (2 * self.large,), _F32)
-        output = torch.zeros(self.large)
-        dist.scatter(output, list(whole.chunk(2)) if rank == 0 else None, src=0)
-        assert_same(output, whole.chunk(2)[rank])
 
 
 def parcel(src: int, dst: int) -> int:
@@ -285,11 +275,3 @@ class AllToAllSuite(GroupSuite):
         for splits in (([0, 0], [0, 0]), ([0, 0], None), (None, [0, 0])):
             dist.all_to_all_single(output, torch.zeros(0, 3), *splits)
         still_works(2)
-
-    @on_ranks(2)
-    def test_all_to_all_of_many_chunks(self, rank: int) -> None:
-        inputs = [pattern(10 * rank + dst, (self.large,), _F32) for dst in range(2)]
-        outputs = [torch.zeros(self.large) for _ in range(2)]
-        dist.all_to_all(outputs, inputs)
-        for src, output in enumerate(outputs):
-            assert_same(output, pattern(10 * src + rank, (self.large,), _F32))

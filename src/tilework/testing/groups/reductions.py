@@ -44,16 +44,18 @@ class AllReduceSuite(GroupSuite):
 
     @on_ranks()
     def test_every_reduction_of_every_dtype(self, rank: int, n: int) -> None:
-        for op in REDUCE_OPS:
-            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                tensor = pattern(rank, (9,), dtype)
-                dist.all_reduce(tensor, op=reduce_op(op))
-                expected = folded(op, [pattern(r, (9,), dtype) for r in range(n)])
-                # A mean may be a product with 1/n: just as good, but with other bits.
-                if op == "AVG":
-                    assert_near(tensor, expected, f"{op} of {dtype}")
-                else:
-                    assert_same(tensor, expected, f"{op} of {dtype}")
+        for op, dtype in self.reductions():
+            # A mean may be a product with 1/n: just as good, but with other bits.
+            check = assert_near if op == "AVG" else assert_same
+            expected = folded(op, [pattern(r, (n, 9), dtype) for r in range(n)])
+            mine, at_root, part = (pattern(rank, (n, 9), dtype) for _ in range(3))
+            dist.reduce_scatter(part[0], list(mine), op=reduce_op(op))
+            dist.reduce(at_root, dst=n - 1, op=reduce_op(op))
+            dist.all_reduce(mine, op=reduce_op(op))
+            check(mine, expected, f"{op} of {dtype}")
+            check(part[0], expected[rank], f"{op} of {dtype}")
+            if rank == n - 1:
+                check(at_root, expected, f"{op} of {dtype}")
 
     @on_ranks(3)
     def test_each_rank_has_its_own_premultiplier(self, rank: int) -> None:
@@ -76,12 +78,18 @@ class AllReduceSuite(GroupSuite):
             assert_same(tensor, folded("SUM", parts))
 
     @on_ranks(3)
-    def test_all_reduce_of_many_chunks(self, rank: int) -> None:
+    def test_reductions_of_many_chunks(self, rank: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int8):
-            tensor = pattern(rank, (self.large,), dtype)
-            dist.all_reduce(tensor)
-            parts = [pattern(r, (self.large,), dtype) for r in range(3)]
-            assert_same(tensor, folded("SUM", parts), dtype)
+            mine, at_root = (pattern(rank, (3 * self.large,), dtype) for _ in range(2))
+            part = torch.zeros(self.large, dtype=dtype)
+            dist.reduce_scatter_tensor(part, mine)
+            dist.reduce(at_root, dst=1)
+            kept = mine.clone()
+            dist.all_reduce(mine)
+            total = folded("SUM", [pattern(r, (3 * self.large,), dtype) for r in range(3)])
+            assert_same(mine, total, dtype)
+            assert_same(at_root, total if rank == 1 else kept, dtype)
+            assert_same(part, total.chunk(3)[rank], dtype)
 
     @on_ranks()
     def test_scan(self, rank: int, n: int, async_op: bool) -> None:
@@ -93,15 +101,16 @@ class AllReduceSuite(GroupSuite):
 
     @on_ranks()
     def test_exscan_by_every_reduction_of_every_dtype(self, rank: int, n: int) -> None:
-        for op in (op for op in REDUCE_OPS if op not in ("AVG", "PREMUL_SUM")):
-            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                mine = [pattern(r, (9,), dtype) for r in range(rank + 1)]
-                tensor = mine[rank].clone()
-                dist.exscan(tensor, op=reduce_op(op))
-                before = mine[:rank] or [tensor]  # nothing before it changes nothing
-                assert_same(tensor, folded(op, before), f"{op} of {dtype}")
-                if dtype is not torch.uint64:  # folded() counts in int64
-                    assert_same(folded(op, [tensor, mine[rank]]), folded(op, mine), dtype)
+        for op, dtype in self.reductions():
+            if op == "AVG":
+                continue
+            mine = [pattern(r, (9,), dtype) for r in range(rank + 1)]
+            tensor = mine[rank].clone()
+            dist.exscan(tensor, op=reduce_op(op))
+            before = mine[:rank] or [tensor]  # nothing before it changes nothing
+            assert_same(tensor, folded(op, before), f"{op} of {dtype}")
+            if dtype is not torch.uint64:  # folded() counts in int64
+                assert_same(folded(op, [tensor, mine[rank]]), folded(op, mine), dtype)
 
     @on_ranks(3)
     def test_scan_of_many_chunks_with_each_ranks_own_factor(self, rank: int) -> None:
@@ -156,23 +165,6 @@ class ReduceSuite(GroupSuite):
             # The tensors of other ranks keep their contribution, without partial sums.
             assert_same(tensor, total if rank == root else case.value(rank), case)
 
-    @on_ranks(2)
-    def test_reduce_by_every_reduction(self, rank: int) -> None:
-        for op in REDUCE_OPS:
-            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                tensor = pattern(rank, (5,), dtype)
-                dist.reduce(tensor, dst=1, op=reduce_op(op))
-                if rank == 1:
-                    expected = folded(op, [pattern(r, (5,), dtype) for r in range(2)])
-                    assert_same(tensor, expected, f"{op} of {dtype}")
-
-    @on_ranks(3)
-    def test_reduce_of_many_chunks(self, rank: int) -> None:
-        tensor = pattern(rank, (self.large,), _F32)
-        dist.reduce(tensor, dst=1)
-        parts = [pattern(r, (self.large,), _F32) for r in range(3)]
-        assert_same(tensor, folded("SUM", parts) if rank == 1 else parts[rank])
-
     @on_ranks()
     def test_reduce_scatter(self, rank: int, n: int, async_op: bool) -> None:
         for case in self.sums():
@@ -189,16 +181,6 @@ class ReduceSuite(GroupSuite):
         dist.reduce_scatter(output, inputs)
         parts = [pattern(r + rank, (rank, 2), _F32) for r in range(n)]
         assert_same(output, folded("SUM", parts))
-
-    @on_ranks(2)
-    def test_reduce_scatter_by_every_reduction(self, rank: int) -> None:
-        for op in REDUCE_OPS:
-            for dtype in (dtype for dtype in self.dtypes if self.reduces(op, dtype)):
-                output = pattern(9, (5,), dtype)
-                inputs = [pattern(rank + part, (5,), dtype) for part in range(2)]
-                dist.reduce_scatter(output, inputs, op=reduce_op(op))
-                expected = folded(op, [pattern(r + rank, (5,), dtype) for r in range(2)])
-                assert_same(output, expected, f"{op} of {dtype}")
 
     @on_ranks()
     def test_reduce_scatter_tensor(self, rank: int, n: int, async_op: bool) -> None:
@@ -218,13 +200,6 @@ class ReduceSuite(GroupSuite):
             dist.reduce_scatter_tensor(output, pattern(rank, (n, *shape), _F32))
             total = folded("SUM", [pattern(r, (n, *shape), _F32) for r in range(n)])
             assert_same(output, total[rank])
-
-    @on_ranks(2)
-    def test_reduce_scatter_tensor_of_many_chunks(self, rank: int) -> None:
-        output = torch.zeros(self.large)
-        dist.reduce_scatter_tensor(output, pattern(rank, (2 * self.large,), _F32))
-        total = folded("SUM", [pattern(r, (2 * self.large,), _F32) for r in range(2)])
-        assert_same(output, total.chunk(2)[rank])
 
 
 class PrecisionSuite(GroupSuite):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilework.distributed as dist
-from tilework.testing.groups.base import GroupSuite, finish, on_ranks
+from tilework.testing.groups.base import GroupSuite, finish, on_ranks, started
 from tilework.testing.groups.values import assert_same, pattern
 
 _F32 = torch.float32
@@ -57,8 +57,7 @@ class SubGroupSuite(GroupSuite):
             for pair, group in mine.items()
         ]
         for work in works:
-            assert work is not None
-            work.wait()
+            started(work).wait()
         for pair, tensor in tensors.items():
             assert set(tensor.tolist()) == {float(sum(pair))}
 
@@ -70,8 +69,7 @@ class SubGroupSuite(GroupSuite):
         groups = [(first, tensor), (second, other)][:: 1 if rank == 0 else -1]
         works = [dist.all_reduce(t, group=g, async_op=True) for g, t in groups]
         for work in works:
-            assert work is not None
-            work.wait()
+            started(work).wait()
         assert tensor.item() == other.item() == 2.0
 
     @on_ranks(3)
