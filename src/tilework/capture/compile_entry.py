@@ -53,7 +53,8 @@ def _chosen(
         if not is_known:
             is_known = True
             has_some = isinstance(module, nn.Module) and _computes_with_dtensors(module)
-        if not (has_some or _are_given(args, kwargs)):
+        given = (*args, *kwargs.values())
+        if not (has_some or any(isinstance(each, DTensor) for each in given)):
             try:
                 return compiled(*args, **kwargs)
             except RuntimeError as error:
@@ -85,7 +86,3 @@ def _computes_with_dtensors(module: nn.Module) -> bool:
         for each in module.modules()
         for name in each._parameters
     )
-
-
-def _are_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(each, DTensor) for each in (*args, *kwargs.values()))

@@ -375,7 +375,7 @@ class _Passes:
         self.flags = [x in outs for x in self._computed]
         border = next(i for i, x in enumerate(graph.instructions) if x.function is BOUNDARY)
         before, after = graph.instructions[:border], graph.instructions[border + 1 :]
-        of_outs = [x for x in graph.inputs if _is_grad(x, needing.count)]
+        of_outs = [x for x in graph.inputs if x.is_argument and x.path.number >= needing.count]
         self._grad_order = [x.path.number - needing.count for x in of_outs]
         inputs = [x for x in graph.inputs if x not in of_outs]
         _refuse_programs(self.name, inputs, after, outs)
@@ -527,10 +527,6 @@ def value_in(leaf: Any) -> Value | None:
 def _computed(leaf: Any) -> Value | Number | None:
     """The value or number of a leaf of a program's result; None if the leaf is a constant."""
     return leaf if isinstance(leaf, Number) else value_in(leaf)
-
-
-def _is_grad(each: Input, count: int) -> bool:
-    return each.is_argument and each.path.number >= count
 
 
 def _crossing(

@@ -106,15 +106,12 @@ def capture(
     """
     if not callable(step):
         raise TypeError(f"capture() takes a function, got {type(step).__name__}")
-    if not (isinstance(check, bool) or check in ("always", "never") or _is_count(check)):
+    is_count = isinstance(check, int) and check > 0
+    if not (isinstance(check, bool) or check in ("always", "never") or is_count):
         raise ValueError(f'check must be True, False, "always", "never" or a count, got {check!r}')
     if backend not in ("python", "inductor"):
         raise ValueError(f'backend must be "python" or "inductor", got {backend!r}')
     return Program(step, backend, check)
-
-
-def _is_count(check: object) -> bool:
-    return isinstance(check, int) and check > 0
 
 
 class Program(Generic[P, T]):

@@ -38,7 +38,8 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
 
     A parameter that was not saved, or by other ranks alone, keeps the state that it has.
     """
-    if not _is_asked(filling, path):
+    name = dotted(path)
+    if not (filling.is_asked(name) or filling.is_asked(f"{name}.state")):
         return lambda: optimizer
     root = filling.find(path)
     if root is None or (*root, "param_groups") not in filling.saved.containers:
@@ -66,11 +67,6 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
             filling.used.add(rest)  # the optimizer remakes other entries
     options = [_options(group, saved_groups, saved_name) for group in groups]
     return lambda: _give(optimizer, groups, states, options, kept)
-
-
-def _is_asked(filling: Filling, path: Path) -> bool:
-    name = dotted(path)
-    return filling.is_asked(name) or filling.is_asked(f"{name}.state")
 
 
 def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
@@ -269,7 +265,7 @@ def load_states(
     if isinstance(optimizer, ShardedOptimizer):
         saved = {name: filled.get(number, {}) for number, (name, _) in enumerate(listed)}
         names = [
-            {**_own_options(own), **given, "params": [name for name, _ in group]}
+            {**own, **given, "params": [name for name, _ in group]}
             for own, given, group in zip(optimizer.param_groups, options, groups, strict=True)
         ]
         optimizer.load_state_dict({"state": saved, "param_groups": names})
@@ -278,14 +274,10 @@ def load_states(
     for own, given, group in zip(optimizer.param_groups, options, groups, strict=True):
         numbers = list(range(first, first + len(group)))
         first += len(group)
-        packed.append({**_own_options(own), **given, "params": numbers})
+        packed.append({**own, **given, "params": numbers})
     optimizer.load_state_dict({"state": filled, "param_groups": packed})
     if not is_split(optimizer):
         _restore_dtypes(optimizer, listed, filled)
-
-
-def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _restore_dtypes(

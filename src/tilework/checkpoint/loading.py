@@ -198,12 +198,16 @@ def load_into(
     filling, reader = prepared.filling, prepared.reader
     try:
         temporary = _without_partial(prepared, ranks) if prepared.some_partial else []
-        reader.progress, progress.total = progress, _nbytes(filling.targets)
+        parts = [(t.saved, part) for t in filling.targets for part in local_parts(t.tensor)]
+        progress.total = sum(part.numel() * saved.itemsize for saved, part in parts)
+        reader.progress = progress
         _fill(prepared, ranks)
     finally:
         reader.close()
     for target, partial in temporary:
-        _become_partial(target.tensor, partial)
+        with torch.no_grad():
+            filled = cast(DTensor, target.tensor).redistribute(placements=partial.placements)
+            local_tensor_of(partial).detach().copy_(local_tensor_of(filled))
     return LoadReport(
         _finished(prepared, storage, ranks),
         filling.filled,
@@ -354,13 +358,6 @@ def _without_partial(prepared: _Prepared, ranks: Ranks) -> list[tuple[Target, DT
     return temporary
 
 
-def _become_partial(filled: Tensor, partial: DTensor) -> None:
-    assert isinstance(filled, DTensor)
-    with torch.no_grad():
-        again = filled.redistribute(placements=partial.placements)
-        local_tensor_of(partial).detach().copy_(local_tensor_of(again))
-
-
 def _fill(prepared: _Prepared, ranks: Ranks) -> None:
     reader, targets = prepared.reader, prepared.filling.targets
     wanted, mine = merge_wanted(prepared.asked, ranks, prepared.filling.tensors)
@@ -446,7 +443,3 @@ class _ListedTiles:
                 for offsets, sizes, held in tiles
             )
         return known
-
-
-def _nbytes(targets: Sequence[Target]) -> int:
-    return sum(part.numel() * t.saved.itemsize for t in targets for part in local_parts(t.tensor))

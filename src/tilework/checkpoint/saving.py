@@ -267,7 +267,8 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
         return committed[0] if committed else None
     except CheckpointError:
         if ranks.is_first:
-            _clean(save.storage)
+            with suppress(OSError, CheckpointError):  # the error being raised says more
+                remove_leftovers(save.storage)
         raise
     finally:
         save.release()
@@ -282,12 +283,6 @@ def _forget_replaced(save: Save, ranks: Ranks) -> None:
     for name in replaced[ranks.number :: len(ranks.all)]:
         if not name.startswith(token):  # the file of another, quicker rank
             save.storage.forget(name)
-
-
-def _clean(storage: Storage) -> None:
-    # The error being raised says more.
-    with suppress(OSError, CheckpointError):
-        remove_leftovers(storage)
 
 
 def commit_index(storage: Storage, index: Index) -> None:

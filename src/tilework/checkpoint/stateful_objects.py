@@ -195,14 +195,11 @@ def optimizer_state(optimizer: Optimizer, places: Places) -> dict[str, Any]:
         if state
     }
     packed["param_groups"] = [
-        {**_options(group), "params": [name for name, _ in pairs]}
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [name for name, _ in pairs]}
         for group, pairs in zip(packed["param_groups"], groups, strict=True)
     ]
     return packed
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class Containers:

@@ -366,7 +366,7 @@ class _Writer:
             return
         if is_pinned:
             self._call(each)
-        elif each.kind == "call" and _is_empty(each.target):
+        elif each.kind == "call" and getattr(each.target, "__name__", "") in _EMPTY:
             self._make(each)
         elif each.kind != "operator":
             self._call(each)
@@ -379,7 +379,8 @@ class _Writer:
             self._call(each)
 
     def _operator(self, each: Instruction) -> None:
-        args, kwargs = tree_map(self._argument, (each.args, each.kwargs), is_leaf=_is_hole)
+        given = each.args, each.kwargs
+        args, kwargs = tree_map(self._argument, given, is_leaf=lambda x: isinstance(x, Hole))
         # Inductor may lay out a tensor in another way.
         is_view = each.target is aten.view.default
         function = aten.reshape.default if is_view else each.target
@@ -491,13 +492,9 @@ class _Writer:
         known = self._numbers.get(id(number))
         if known is None:
             inputs = [self.number(each) for each in number.inputs]
-            known = self._numbers[id(number)] = self._computed(number.function, inputs)
+            made = _ON_NUMBERS.get(number.function)  # None: the result of item()
+            known = self._numbers[id(number)] = made(self, *inputs) if made else inputs[0]
         return known
-
-    def _computed(self, function: Any, inputs: list[Any]) -> Node:
-        made = _ON_NUMBERS.get(function)
-        node: Node = inputs[0] if made is None else made(self, *inputs)  # the result of item()
-        return node
 
     def _with_numbers(self, each: Instruction) -> bool:
         """Write an operator with Numbers as scalars; False if no form takes tensors."""
@@ -554,14 +551,6 @@ def _sizes_in(graph: Graph) -> list[int]:
     return sorted(found)
 
 
-def _is_empty(function: Any) -> bool:
-    return getattr(function, "__name__", "") in ("empty", "empty_tensor")
-
-
-def _is_hole(thing: Any) -> bool:
-    return isinstance(thing, Hole)
-
-
 def _scaled(writer: _Writer, x: Any, factor: Any) -> Any:
     return writer._op(aten.mul.Tensor, x, factor)
 
@@ -575,16 +564,8 @@ def _plus(function: Any) -> Callable[..., Node]:
     return formula
 
 
-def _addcdiv(w: _Writer, x: Any, y: Any, z: Any, value: Any = 1) -> Node:
-    return w._op(aten.add.Tensor, x, _scaled(w, w._op(aten.div.Tensor, y, z), value))
-
-
-def _addcmul(w: _Writer, x: Any, y: Any, z: Any, value: Any = 1) -> Node:
-    return w._op(aten.add.Tensor, x, _scaled(w, w._op(aten.mul.Tensor, y, z), value))
-
-
-def _lerp(w: _Writer, x: Any, end: Any, weight: Any) -> Node:
-    return w._op(aten.add.Tensor, x, _scaled(w, w._op(aten.sub.Tensor, end, x), weight))
+def _plus_scaled(op: Any, w: _Writer, x: Any, y: Any, z: Any, value: Any = 1) -> Node:
+    return w._op(aten.add.Tensor, x, _scaled(w, w._op(op, y, z), value))
 
 
 def _difference(w: _Writer, x: Any, y: Any) -> Node:
@@ -619,6 +600,8 @@ _ON_NUMBERS: dict[Any, Callable[..., Node]] = {
     operator.neg: lambda w, x: w._op(aten.neg.default, x),
     operator.abs: lambda w, x: w._op(aten.abs.default, x),
 }
+#: Functions that make a tensor without elements' values, as a group's buffer.
+_EMPTY = ("empty", "empty_tensor")
 #: By operator, the same operator with a tensor without dims for each number.
 _FORMULAS: dict[str, Callable[..., Node]] = {
     "add": _plus(aten.add),
@@ -627,7 +610,7 @@ _FORMULAS: dict[str, Callable[..., Node]] = {
     "div": lambda w, x, y, **mode: w._op(
         aten.div.Tensor_mode if mode else aten.div.Tensor, x, y, **mode
     ),
-    "addcdiv": _addcdiv,
-    "addcmul": _addcmul,
-    "lerp": _lerp,
+    "addcdiv": partial(_plus_scaled, aten.div.Tensor),
+    "addcmul": partial(_plus_scaled, aten.mul.Tensor),
+    "lerp": lambda w, x, end, weight: _plus_scaled(aten.sub.Tensor, w, x, end, x, weight),
 }

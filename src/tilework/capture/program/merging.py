@@ -154,12 +154,6 @@ def _key_of(each: Instruction) -> Any:
     return call.group, call.opts, value.dtype, value.device
 
 
-def _fit(run: list[Instruction]) -> bool:
-    """True if the last all_reduce has the key of the first, and all are small together."""
-    is_small = sum(each.nbytes for each in run) <= SMALL_BYTES
-    return is_small and bool(_key_of(run[-1]) == _key_of(run[0]))
-
-
 def _runs(
     instructions: list[Instruction], allowed: Callable[[Instruction], bool]
 ) -> list[list[Instruction]]:
@@ -176,7 +170,9 @@ def _runs(
         key = _key_of(each)
         touched = Touched(each, is_free=key is not None)
         if key is not None:
-            joins = allowed(each) and _fit([*run, each])
+            together = [*run, each]
+            is_small = sum(x.nbytes for x in together) <= SMALL_BYTES
+            joins = allowed(each) and is_small and key == _key_of(together[0])
             if not joins or held.meet(touched):
                 release()
             run.append(each)

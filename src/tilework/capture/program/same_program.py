@@ -168,8 +168,9 @@ def compare_program(
                 collectives.append(_text(each))
     bases, graph.votes_last = [], _branches_last(graph)
     for group, mine in sent.items():
-        facts = graph.keeps_order, graph.votes_last
-        gathered = agree(partial(_with_program, joins, facts, *mine), group)
+        number = -1 if joins is None else joins
+        told: tuple[Any, ...] = number, (graph.keeps_order, graph.votes_last), *mine
+        gathered = agree(partial(tuple, told), group)
         # Group by group, for ranks of a mesh that share no group to come to the same answer.
         joins = joins if all(number == joins for number, *_ in gathered) else None
         graph.keeps_order = all(keeps for _, (keeps, _), *_ in gathered)
@@ -205,12 +206,6 @@ def digest_offsets(graph: Graph) -> list[int]:
         offsets.append(first + counts.get(key, 0))
         counts[key] = counts.get(key, 0) + 1
     return offsets
-
-
-def _with_program(
-    joins: int | None, facts: tuple[bool, bool], collectives: list[str], messages: list[_Message]
-) -> tuple[int, tuple[bool, bool], list[str], list[_Message]]:
-    return -1 if joins is None else joins, facts, collectives, messages
 
 
 def _branches_last(graph: Graph) -> bool:

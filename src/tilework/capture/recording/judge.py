@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.program.graph import Input, Unexpected
+from tilework.capture.program.graph import Unexpected
 from tilework.capture.program.number import value_of
-from tilework.capture.program.place import StatePlace, plain
+from tilework.capture.program.place import plain
 from tilework.capture.program.record import (
     StepRecord,
     bytes_by_storage,
@@ -169,7 +169,7 @@ class _Comparison:
         mine = [*tree_leaves(result, is_size), *[place.get() for place, _ in graph.places]]
         mine += [self.inputs[i] for i in self.record.written]
         names = ["result"] * len(graph.result) + [place.text for place, _ in graph.places]
-        names += [_text_of(graph.inputs[i]) for i in self.record.written]
+        names += [getattr(graph.inputs[i].path, "text", "argument") for i in self.record.written]
         values = zip(names, map(_as_tensor, mine), theirs, strict=True)
         for number, (name, now, again) in enumerate(values):
             if _is_same(now, again):
@@ -250,9 +250,7 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in single:
                 leaf.copy_(single[id(leaf)])
-        return tree_map(
-            lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, result
-        )
+        return tree_map(_doubled, result)
 
 
 def _doubled(leaf: Any) -> Any:
@@ -280,10 +278,6 @@ def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, int | float):
         return torch.tensor(value_of(leaf), dtype=torch.float64)
     return plain(leaf).detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _text_of(each: Input) -> str:
-    return each.path.text if isinstance(each.path, StatePlace) else "argument"
 
 
 def _is_same(now: Any, again: Any) -> bool:

@@ -127,8 +127,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CONSTANTS:
             return self._constant(func, args[0])
         if func in _LENGTHS:
-            self._read_lengths(args[_LENGTHS[func]])
-        args, kwargs = mapped(self._with_numbers, (args, kwargs))
+            lengths = args[_LENGTHS[func]]
+            self.expect(_listed, (self._input(lengths),), lengths.tolist())
+        find = self.book.find
+        args, kwargs = mapped(lambda x: find(x) if is_float(x) else x, (args, kwargs))
         inputs = mapped(self._input, (args, kwargs))
         plain_args, plain_kwargs = mapped(plain, (args, kwargs))
         written = _written(func, args, kwargs)
@@ -168,9 +170,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return result
 
-    def _with_numbers(self, leaf: Any) -> Any:
-        return self.book.find(leaf) if is_float(leaf) else leaf
-
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Note a library's read: a float becomes a Number, any other value a condition."""
         value = func(*args)
@@ -179,11 +178,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = mapped(self._input, args)
         self.expect(func, inputs, value)
         return value
-
-    def _read_lengths(self, lengths: Tensor) -> None:
-        """Note that a library reads the lengths of sequences, the same in each call."""
-        value = lengths.tolist()
-        self.expect(_listed, (self._input(lengths),), value)
 
     def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
         """Call a library's read of a tensor, and note that each call must find the same value."""

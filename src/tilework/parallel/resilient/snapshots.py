@@ -130,7 +130,9 @@ class Snapshots:
         sources = self._sources()
         targets = self._targets[slot]
         if targets is None:
-            targets = self._targets[slot] = self._views(slot)
+            memory = self.slots.tensor_bytes(self.rank, slot)
+            targets = [part_view(memory, share.part, share.dtype) for share in self._shares]
+            self._targets[slot] = targets
         if targets:
             torch._foreach_copy_(targets, sources)
         self.slots.finish(slot, steps, self._next_plain)
@@ -147,10 +149,6 @@ class Snapshots:
             box = share.part.box
             sources.append(local if box == tile else local[box.relative_to(tile).slices])
         return sources
-
-    def _views(self, slot: int) -> list[Tensor]:
-        memory = self.slots.tensor_bytes(self.rank, slot)
-        return [part_view(memory, share.part, share.dtype) for share in self._shares]
 
     def close(self) -> None:
         """Free the memory. Idempotent."""

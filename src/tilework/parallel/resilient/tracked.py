@@ -179,14 +179,8 @@ def _add_optimizer(
                     found[number] = FoundTensor(f"{name}/{path}/{key}", value, owners, True)
             else:
                 parameters.setdefault(path, {})[key] = value
-    return {"groups": _settings(optimizer), "parameters": parameters, "others": others}
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: setting for key, setting in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = [{k: v for k, v in x.items() if k != "params"} for x in optimizer.param_groups]
+    return {"groups": groups, "parameters": parameters, "others": others}
 
 
 def _state_of(name: str, value: Any) -> Any:

@@ -256,7 +256,7 @@ class Resilient(Generic[T]):
             while True:
                 while self.steps < steps and not self.stopped:
                     yield from self._advance()
-                if self._have_all_ended():
+                if self._guarded(barrier):  # else some were lost meanwhile
                     return
 
     def _start(self) -> None:
@@ -298,10 +298,6 @@ class Resilient(Generic[T]):
     def _guarded(self, act: Callable[[], object]) -> bool:
         """Run an act of all ranks, and recover if a rank is lost; True if the act has finished."""
         return _survives(act, self._recover)
-
-    def _have_all_ended(self) -> bool:
-        """Wait for all ranks at the end; False if some were lost meanwhile. Collective."""
-        return self._guarded(barrier)
 
     def close(self) -> None:
         """Free the copies of the state. Local, idempotent; the state itself stays."""

@@ -198,14 +198,12 @@ for _name, _dtype in _CASTS.items():
 def _to(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
     given = [*args, *kwargs.values()]
     if tensors(*given):
-        return Decomposition(_to_other)
+        return Decomposition(
+            lambda x, other, *more, **named: x.to(other.device, other.dtype, *more, **named)
+        )
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
         return Decomposition(_to_memory_format)
     return _cast(input, next((x for x in given if isinstance(x, torch.dtype)), input.dtype))
-
-
-def _to_other(input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return input.to(other.device, other.dtype, *args, **kwargs)
 
 
 def _to_memory_format(
