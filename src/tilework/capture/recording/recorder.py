@@ -129,8 +129,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _LENGTHS:
             lengths = args[_LENGTHS[func]]
             self.expect(_listed, (self._input(lengths),), lengths.tolist())
-        find = self.book.find
-        args, kwargs = mapped(lambda x: find(x) if is_float(x) else x, (args, kwargs))
+        args, kwargs = mapped(self._with_numbers, (args, kwargs))
         inputs = mapped(self._input, (args, kwargs))
         plain_args, plain_kwargs = mapped(plain, (args, kwargs))
         written = _written(func, args, kwargs)
@@ -169,6 +168,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             aten.clone.default, ((constant,), {}), result, _About((), "operator", "torch.tensor")
         )
         return result
+
+    def _with_numbers(self, leaf: Any) -> Any:
+        return self.book.find(leaf) if is_float(leaf) else leaf
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Note a library's read: a float becomes a Number, any other value a condition."""
