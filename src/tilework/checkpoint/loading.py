@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from functools import partial as with_first
 from typing import Any, cast
 
@@ -415,31 +416,21 @@ def merge_wanted(
             if ranks.here in asking:
                 mine[key] = number
     place = {rank: number for number, rank in enumerate(ranks.all)}
-    listed = _ListedTiles()
     wanted = []
+    boxes_of = cache(_boxes_asked)  # models repeat layers
     for (name, _, tiles), owners in merged.items():
         owners.sort(key=place.__getitem__)
-        saved = tensors[name]
-        wanted.append(Wanted(saved, listed.of(saved.shape, tiles, tuple(owners))))
+        saved, ranks_asking = tensors[name], tuple(owners)
+        whole = ((whole_box(saved.shape), ranks_asking),)
+        wanted.append(Wanted(saved, whole if tiles is None else boxes_of(tiles, ranks_asking)))
     return wanted, [mine.get(key) for key in merged]
 
 
-class _ListedTiles:
-    """Makes the boxes that ranks ask for, with the ranks; cached, as models repeat layers."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[tuple[Box, tuple[int, ...]], ...]] = {}
-
-    def of(
-        self, shape: tuple[int, ...], tiles: tuple[Any, ...] | None, owners: tuple[int, ...]
-    ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        if tiles is None:
-            return ((whole_box(shape), owners),)
-        known = self._known.get((tiles, owners))
-        if known is None:
-            asking = set(owners)
-            known = self._known[tiles, owners] = tuple(
-                (Box(offsets, sizes), tuple([rank for rank in held if rank in asking]))
-                for offsets, sizes, held in tiles
-            )
-        return known
+def _boxes_asked(
+    tiles: tuple[Any, ...], owners: tuple[int, ...]
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    asking = set(owners)
+    return tuple(
+        (Box(offsets, sizes), tuple([rank for rank in held if rank in asking]))
+        for offsets, sizes, held in tiles
+    )
