@@ -272,24 +272,10 @@ def full_tensor(tensor: ShardedTensorBase) -> Tensor:
         )
     if not has_values(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    full: Tensor = _GatherTiles.apply(tensor, *graph_tiles(tensor))  # type: ignore[no-untyped-call]
+    everywhere = replicated_tiling(tuple(tensor.shape), tuple(get_process_group_ranks(group)))
+    full: Tensor
+    (full,) = _MoveTiles.apply(tensor, everywhere, *graph_tiles(tensor))  # type: ignore[no-untyped-call]
     return full
-
-
-class _GatherTiles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: ShardedTensorBase, *tiles: Tensor) -> Tensor:
-        ranks = tuple(get_process_group_ranks(tensor._process_group))
-        ctx.boxes = tensor.tiling.boxes_of(get_rank())
-        ctx.stand_in = None if ctx.boxes else tiles[0].detach()
-        return move_tiles(tensor, replicated_tiling(tuple(tensor.shape), ranks))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.stand_in is not None:
-            return None, torch.zeros_like(ctx.stand_in)
-        return None, *(gradient[box.slices].clone() for box in ctx.boxes)
 
 
 # -- to another dtype or device ----------------------------------------------------------------
