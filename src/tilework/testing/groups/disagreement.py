@@ -330,22 +330,15 @@ class TimeoutSuite(GroupSuite):
             lambda g: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=g),
             lambda g: dist.all_to_all_single(torch.ones(2), torch.ones(2), group=g),
             lambda g: dist.recv(torch.ones(1), src=1, group=g),
+            lambda g: dist.recv(torch.ones(1), group=g),
         ]
         for call in calls:
             group = brief_group(timedelta(milliseconds=200))
             if rank == 0:
                 error = failure_of(functools.partial(call, inside(group)))
                 assert error.kind is CollectiveTimeoutError
-                assert error.ranks == (1,)
+                assert error.ranks == (1,) or call is calls[-1]  # from any rank
             dist.barrier()
-
-    @on_ranks(2)
-    def test_recv_from_any_has_a_timeout(self, rank: int) -> None:
-        group = brief_group(timedelta(milliseconds=200))
-        if rank == 0:
-            error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
-            assert error.kind is CollectiveTimeoutError
-        dist.barrier()
 
     @on_ranks(2)
     def test_asynchronous_operations_time_out_too(self, rank: int) -> None:
@@ -355,17 +348,6 @@ class TimeoutSuite(GroupSuite):
             error = failure_of(work.wait)
             assert error.kind is CollectiveTimeoutError
             assert isinstance(work.exception(), CollectiveTimeoutError)
-        dist.barrier()
-
-    @on_ranks(2)
-    def test_a_timeout_set_later(self, rank: int) -> None:
-        group = inside(dist.new_group())
-        dist.all_reduce(torch.ones(1), group=group)
-        group.set_timeout(timedelta(milliseconds=60))
-        if rank == 0:
-            error = failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))
-            assert error.kind is CollectiveTimeoutError
-            assert error.seconds < 30
         dist.barrier()
 
     def test_latecomers_hear_of_it(self) -> None:

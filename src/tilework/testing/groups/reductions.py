@@ -317,14 +317,6 @@ class PrecisionSuite(GroupSuite):
                 dist.all_reduce(tensor, op=op)
                 assert tensor.tolist() == [expected] * 37
 
-    @on_ranks(2)
-    def test_signed_integers_order_by_sign(self, rank: int) -> None:
-        signed = (torch.int8, torch.int16, torch.int32, torch.int64)
-        for dtype in (dtype for dtype in signed if self.reduces("MIN", dtype)):
-            tensor = torch.tensor([-5 if rank else 5] * 37, dtype=dtype)
-            dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-            assert tensor.tolist() == [-5] * 37
-
     @on_ranks(5)
     def test_bytes_of_a_bool_stay_zero_or_one(self, rank: int) -> None:
         for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
