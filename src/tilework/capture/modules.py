@@ -114,7 +114,8 @@ class CompiledFunction:
                 )
             result = self._function(*args, **kwargs)
             self._is_warm = self._without_grad.is_warm = True
-            self._is_step = torch.is_grad_enabled() and not _any_requires_grad(result)
+            made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            self._is_step = torch.is_grad_enabled() and not any(x.requires_grad for x in made)
             return result
         if self._is_step or not torch.is_grad_enabled():
             try:
@@ -209,10 +210,6 @@ def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in kept:
             hooks.update(before)
-
-
-def _any_requires_grad(result: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result))
 
 
 def _some_grad(out: Any) -> Tensor:

@@ -120,6 +120,7 @@ def plan_of(transfers: TileTransfers, rank: int) -> Plan:
     """The plan of ``rank``, made from the transfers between two tilings."""
     source, target = transfers.source, transfers.target
     got = list(transfers.received_by(rank))
+    filled = [d for d in target.of(rank) if not target.tiles[d].box.empty]
     receives = [piece for piece in got if piece.src != rank]
     return Plan(
         rank,
@@ -128,13 +129,9 @@ def plan_of(transfers: TileTransfers, rank: int) -> Plan:
         tuple(sorted(transfers.sent_by(rank), key=attrgetter("dst", *_PLACE))),
         tuple(sorted(receives, key=attrgetter("src", *_PLACE))),
         tuple(sorted([piece for piece in got if piece.src == rank], key=attrgetter(*_PLACE))),
-        tuple([d for d in target.of(rank) if _is_filled(target, d, transfers.valued)]),
+        tuple([d for d in filled if target.term_of(d) not in transfers.valued]),
         collective_of(source, target, rank),
     )
-
-
-def _is_filled(target: Tiling, tile: int, valued: range) -> bool:
-    return target.term_of(tile) not in valued and not target.tiles[tile].box.empty
 
 
 #: Plans up to this number of tiles are cached; larger ones run longer than planning takes.

@@ -150,17 +150,12 @@ def _handler(func: Callable[..., Any], names: tuple[str, ...]) -> Any:
 
         rows, inverse = rows_of(ids, weight, func.__name__, refuse)
         if padding is not None:
-            options["padding_idx"] = _place_of(padding % weight.shape[0], ids, inverse)
+            padded = inverse[ids == padding % weight.shape[0]]
+            options["padding_idx"] = int(padded[0]) if padded.numel() else None
         result: Tensor = func(inverse, rows, **options)
         return result
 
     return handler
-
-
-def _place_of(row: int, ids: Tensor, inverse: Tensor) -> int | None:
-    """The place of a row among the looked-up rows; None if it is not among them."""
-    places = inverse[ids == row]
-    return int(places[0]) if places.numel() else None
 
 
 TABLE: dict[Callable[..., Any], Handler] = {

@@ -183,7 +183,8 @@ class _Bag:
         numbers, here = rows.localize(indices)
         if self.padding_idx is not None:
             here = here & (indices != self.padding_idx)
-        factors = _factors(here, factors, table.dtype)
+        # Rows of other ranks count 0, this rank's 1 or the weight of the sample.
+        factors = here.to(table.dtype) if factors is None else factors.masked_fill(~here, 0)
         if self.mode == "mean":
             factors = factors / self._sizes(indices, starts)
         return F.embedding_bag(
@@ -196,11 +197,6 @@ class _Bag:
     def _sizes(self, indices: Tensor, starts: Tensor | None) -> Tensor:
         padding = self.padding_idx
         return _counts(torch.ones_like(indices) if padding is None else indices != padding, starts)
-
-
-def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight of each looked-up row: per-sample weight or 1; 0 for rows of other ranks."""
-    return here.to(dtype) if factors is None else factors.masked_fill(~here, 0)
 
 
 def _counts(counted: Tensor, starts: Tensor | None) -> Tensor:
