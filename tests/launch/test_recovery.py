@@ -53,7 +53,7 @@ def test_a_rank_that_left_in_order_is_told_if_the_others_went_on_without_it() ->
     recovery = Recovery(restarts=0, least=1)
     for rank in (0, 1, 2):
         recovery.note_finished(rank)
-    shrunk = {"time": recovery._began_wall + 500.0, "kind": "shrunk", "seats": [2]}
+    shrunk = {"time": recovery._began_wall + 0.5, "kind": "shrunk", "seats": [2]}
     recovery.note_told([shrunk])
     report = recovery.report()
     assert re.findall(r"(\d)  ended \(exit code 0\)", report) == ["0", "1"]
@@ -76,10 +76,10 @@ def test_the_report_is_in_order_of_time() -> None:
     recovery.answer(killed(2), others=3)
     recovery.note_told(
         [
-            {"time": recovery._began_wall + 500.0, "kind": "shrunk", "seats": [0, 1]},
-            {"time": recovery._began_wall + 501.0, "kind": "unknown to this version"},
+            {"time": recovery._began_wall + 0.5, "kind": "shrunk", "seats": [0, 1]},
+            {"time": recovery._began_wall + 0.6, "kind": "unknown to this version"},
             {
-                "time": recovery._began_wall + 502.0,
+                "time": recovery._began_wall + 0.7,
                 "kind": "resumed",
                 "seats": [0, 1],
                 "steps": 7,
@@ -96,6 +96,16 @@ def test_the_report_is_in_order_of_time() -> None:
         "the group continues with ranks 0, 1",
         "training continues after step 7, 250 ms later",
     ]
+
+
+def test_the_time_of_a_clock_that_differs_is_not_taken_for_the_job_s() -> None:
+    recovery = Recovery(restarts=1, least=1)
+    event = {"kind": "shrunk", "seats": [0, 1], "host": "far", "time": 7200.0}
+    recovery.note_told([event, {**event, "kind": "grown", "time": recovery._began_wall}])
+    lines = recovery.report().splitlines()
+    assert "let in" in lines[2]
+    assert lines[3].strip().startswith("? s")
+    assert "(at 02:00:00 UTC by the clock of far, which differs)" in lines[3]
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 1
     except (NodesError, DistNetworkError, DistStoreError) as error:  # before any rank was started
         print(f"tilework run: {error}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, NodesError) else 1
 
 
 def _settings(

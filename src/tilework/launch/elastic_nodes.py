@@ -102,7 +102,9 @@ class ServiceLink(NodeLink):
                 if message["kind"] == PLACED:
                     return message
                 if message["kind"] == REFUSED:
-                    raise NodesError(message["error"])
+                    refused = NodesError(message["error"])
+                    refused.status = message.get("status", 1)
+                    raise refused
             if not self.readers():
                 raise DistStoreError(f"the tilework store at {self._where} is gone")
             if now - begun > _WORD_SECONDS and not has_said:

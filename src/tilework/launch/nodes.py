@@ -202,6 +202,9 @@ _HEARD: Final = timedelta(seconds=2)
 class NodesError(Exception):
     """The launchers did not find each other, or do not fit together."""
 
+    #: The exit status of the launcher that raises it.
+    status = 1
+
 
 @dataclass(frozen=True)
 class NodePlace:

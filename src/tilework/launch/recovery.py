@@ -6,6 +6,7 @@ Also the report of events with their times.
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from tilework.launch.failure_text import cause
 
 #: The error of a rank that was left behind: the end does not follow from another failure.
 _EXCLUDED = "tilework.errors.ExcludedError"
+#: Seconds by which the clocks of hosts may differ.
+_CLOCK_SECONDS: Final = 1.0
 
 
 class Answer(enum.Enum):
@@ -30,7 +33,7 @@ class Answer(enum.Enum):
 class Happening:
     """A line of the report on lost and new ranks: time, rank and text."""
 
-    #: Seconds since the ranks were started.
+    #: Seconds since the ranks were started; infinity: not known.
     seconds: float
     #: The rank that the line is about; None: the whole job.
     rank: int | None
@@ -92,12 +95,18 @@ class Recovery:
         self.happenings.append(Happening(time.monotonic() - self._began, rank, text))
 
     def note_told(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Note events that ranks told of, with the times of their hosts' clocks."""
+        so_far = time.monotonic() - self._began
         for event in events:
             self._seats = event["seats"] if event["kind"] in _CHANGES else self._seats
             describe = _TEXTS.get(event["kind"])
             if describe is not None:
-                seconds = event["time"] - self._began_wall
-                self.happenings.append(Happening(seconds, None, describe(event)))
+                text, seconds = describe(event), event["time"] - self._began_wall
+                if not -_CLOCK_SECONDS < seconds < so_far + _CLOCK_SECONDS:
+                    at = time.strftime("%H:%M:%S", time.gmtime(event["time"]))
+                    text += f" (at {at} UTC by the clock of {event['host']}, which differs)"
+                    seconds = math.inf
+                self.happenings.append(Happening(seconds, None, text))
 
     def report(self) -> str:
         """The lines of the report; empty if nothing has happened."""
@@ -110,7 +119,8 @@ class Recovery:
         lines = ["ranks came and went:", f"{'time':>10}  {'rank':>4}  what happened"]
         for row in rows:
             rank = "" if row.rank is None else str(row.rank)
-            lines.append(f"{row.seconds:>8.2f} s  {rank:>4}  {row.text}")
+            seconds = "?" if row.seconds == math.inf else f"{row.seconds:.2f}"
+            lines.append(f"{seconds:>8} s  {rank:>4}  {row.text}")
         return "\n".join(lines)
 
 

@@ -99,7 +99,8 @@ class _Service(NodeLink):
         while self._seating is None or not self._seating.is_over:
             self._serve()
         for caller in self._seating.waiting:
-            self._answer(caller, REFUSED, error="the job ended before this host had a part in it")
+            text = "the job ended before this host had a part in it"
+            self._answer(caller, REFUSED, error=text, status=int(not self._seating.finished))
         _say("the job has ended")
 
     def _serve(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,4 +78,5 @@ class TicketStore(PrefixStore):
 def note_event(store: Store, kind: str, **facts: Any) -> None:
     """Report an event to the launcher through the store; do nothing if the store fails. Local."""
     with contextlib.suppress(DistError, ValueError):
-        TicketStore(store).note({"time": time.time(), "kind": kind, **facts})
+        event = {"time": time.time(), "host": socket.gethostname(), "kind": kind}
+        TicketStore(store).note({**event, **facts})
