@@ -14,6 +14,7 @@ import pytest
 from tests.store.client_process import process
 from tilework.errors import DistError, DistNetworkError, DistStoreError
 from tilework.store import FileStore, HashStore, Store, TCPStore, store_based_barrier
+from tilework.store.internal import Barrier
 from tilework.testing.stores import Background
 
 TIMED_OUT = "Timed out initializing process group in store based barrier"
@@ -138,3 +139,23 @@ def test_who_waits_looks_for_reasons_not_to() -> None:
     with pytest.raises(RuntimeError, match=r"of no use to wait for \[1\]"):
         store_based_barrier(0, HashStore(), "g", 2, timedelta(minutes=10), meanwhile=reason)
     store_based_barrier(0, HashStore(), "g", 1, PATIENT, meanwhile=reason)
+
+
+def test_what_ranks_read_is_linear_in_the_ranks() -> None:
+    class Counting(HashStore):
+        read = 0
+
+        def get(self, key: str, timeout: timedelta | None = None) -> bytes:
+            value = super().get(key, timeout)
+            self.read += len(value)
+            return value
+
+    def bytes_of(size: int) -> int:
+        with Counting() as store:
+            calls = [Barrier(store, "g", size) for _ in range(size)]
+            came = [call.arrive(rank) and call.complete() for rank, call in enumerate(calls)]
+            assert came == [False] * (size - 1) + [True]
+            assert all(call.wait(60) for call in calls[:-1])
+            return store.read
+
+    assert bytes_of(400) < 3 * bytes_of(200)

@@ -22,7 +22,7 @@ from tilework.comm.making.group_plan import GroupPlan as GroupPlan
 from tilework.comm.making.group_plan import identity_on, told_to_all
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.comm.making.meeting import counted
-from tilework.comm.making.rank_watch import RankWatch
+from tilework.comm.making.rank_watch import BLOCK, RankWatch
 from tilework.comm.pretence import Pretence, current_pretence
 from tilework.comm.waits.cycles import notice_cycles
 from tilework.comm.waits.group import GroupWait, lack_of_means
@@ -47,6 +47,8 @@ from tilework.store.internal import Barrier, answers_within, meet
 #: The time that an operation may wait for other ranks unless another is given.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_GROUP_NAME = "default"
+#: The most ranks that ranks tell each other one by one.
+_RANKS_IN_FULL = 16
 
 
 def init_process_group(
@@ -443,7 +445,7 @@ def new_group(
 
     def meet(place: int, there: Store) -> None:
         wait = GroupWait(name, awaited[place], awaited, there, world.watch, list(world.records))
-        _agree(wait, f"ranks {list(members)}, backend {config}", limit)
+        _agree(wait, f"{_in_brief(members)}, backend {config}", limit)
         if pretence is not None and pretence.hosts > 1 and awaited[place] in members:
             place = members.index(awaited[place])
             GroupPlan(world, there, members, place, name, limit).introduce(config)
@@ -543,8 +545,18 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
     if not local:
         return f"group_{next(world.group_count)}"
     count = world.local_counts[members] = world.local_counts.get(members, 0) + 1
-    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
-    return f"local_{digest}_{count}"
+    return f"local_{_digest(members)}_{count}"
+
+
+def _digest(members: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+
+
+def _in_brief(members: tuple[int, ...]) -> str:
+    """The ranks as a text that is equal for equal ranks, and short: each rank reads it."""
+    if len(members) <= _RANKS_IN_FULL:
+        return f"ranks {list(members)}"
+    return f"{len(members)} ranks {members[0]}, …, {members[-1]} (digest {_digest(members)})"
 
 
 def _agree(
@@ -567,10 +579,11 @@ def _agree(
                 f"Make the same groups in the same order with the same arguments on every rank",
             )
         position, count = wait.ranks.index(me), len(wait.ranks)
-        wait.barrier = barrier = Barrier(store, name, count, message=wait.roll)
+        part = position // BLOCK if wait.tells_identities else 0
+        wait.barrier = barrier = Barrier(store, name, count, messages=wait.rolls, part=part)
         told = meet(position, barrier, limit, limit / 2, meanwhile)
-        if wait.watch is not None:
-            wait.watch.learn(told.decode())
+        if wait.watch is not None and wait.tells_identities:
+            wait.watch.learn_all_needed(told.decode())
         if store.check(["disagreement"]):
             raise CollectiveMismatchError(store.get("disagreement").decode())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 from tilework.errors import DistStoreError, StoreTimeoutError
@@ -74,19 +74,19 @@ def meet(
     deadline, interval = checks.Deadline(limit), checks.seconds(checks.positive(logging_interval))
     next_log = checks.Deadline(interval)
     look = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * call.count)
-    call.arrive(rank)
-    while not call.complete():
-        left = deadline.left()
-        if left == 0:
+    if call.arrive(rank) and call.complete():
+        return call.told
+    while not call.wait(min(deadline.left(), next_log.left(), look if meanwhile else limit)):
+        if call.complete():
+            break
+        if deadline.passed:
             raise DistStoreError(
                 "Timed out initializing process group in store based barrier on rank "
                 f"{rank} after {limit:g} s: {call.describe()} (group {group_name!r}, {store!r})."
             )
-        if call.wait(min(left, next_log.left(), look if meanwhile else left)):
-            return call.told
         if meanwhile:
             meanwhile(call.missing())
-        if next_log.passed and not deadline.passed:
+        if next_log.passed:
             next_log = checks.Deadline(interval)
             _log.info("rank %d waits for group %r: %s", rank, group_name, call.describe())
     return call.told
@@ -95,7 +95,8 @@ def meet(
 class Barrier:
     """A barrier in a store: counts the ranks that have come, and waits for the last.
 
-    The last rank that comes calls ``message``, whose result becomes ``told`` on all ranks.
+    The last rank that comes calls ``messages``, which gives a message for each part of the ranks.
+    That for this rank's ``part`` becomes ``told``.
     """
 
     def __init__(
@@ -104,39 +105,43 @@ class Barrier:
         group_name: str,
         count: int,
         ranks: Collection[int] | None = None,
-        message: Callable[[], Data] = lambda: b"1",
+        messages: Callable[[], Sequence[Data]] = lambda: [b"1"],
+        part: int = 0,
     ) -> None:
         self.store, self.group_name, self.count = store, group_name, count
         self._ranks = ranks
-        self._message = message
+        self._messages, self._part = messages, part
         #: The message of the last rank to come.
         self.told = b""
-        self._arrived_key = f"store_based_barrier/{group_name}/arrived"
-        self._done_key = f"store_based_barrier/{group_name}/done"
+        self._key = f"store_based_barrier/{group_name}"
         self._arrived: Counter[int] = Counter()
 
-    def arrive(self, rank: int) -> None:
-        self.store.append(self._arrived_key, f"{rank},")
+    def arrive(self, rank: int) -> bool:
+        """Come; True if all may have come, False if surely not."""
+        self.store.append(f"{self._key}/arrived", f"{rank},")
+        return self.store.add(f"{self._key}/count", 1) >= self.count
 
     def complete(self) -> bool:
         """Count the ranks that have come. If all have, wake those that wait, and return True."""
         if len(self.came()) < self.count:
             return False
-        self.told = data_bytes(self._message())
-        self.store.set(self._done_key, self.told)
+        messages = self._messages()
+        self.told = data_bytes(messages[self._part])
+        keys = [f"{self._key}/done/{part}" for part in range(len(messages))]
+        self.store.multi_set(keys, messages)
         return True
 
     def came(self) -> Collection[int]:
         """The ranks that have come by now, read from the store; this rank is among them."""
-        # One list, not one key per rank: a thousand ranks read it once each, not a thousand keys.
-        text = self.store.get(self._arrived_key).decode()
+        # One list, not one key per rank, which the last rank reads, and who waits long.
+        text = self.store.get(f"{self._key}/arrived").decode()
         self._arrived = Counter(int(part) for part in text.split(",") if part)
         return self._arrived.keys()
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the last rank; return True if it came."""
         try:
-            self.told = self.store.get(self._done_key, timedelta(seconds=seconds))
+            self.told = self.store.get(f"{self._key}/done/{self._part}", timedelta(seconds=seconds))
         except StoreTimeoutError:
             return False
         return True

@@ -58,7 +58,7 @@ def test_a_will_tells_of_a_rank_of_which_the_system_knows_nothing() -> None:
 def test_the_roll_is_known_without_the_store() -> None:
     store = HashStore()
     first, second = (RankWatch(store, rank, 2, thread_identity()) for rank in range(2))
-    first.learn(second.roll())
+    first.learn_all_needed(second.rolls()[0])
     assert not first.ended_here(first.everyone())
     assert not RankWatch(HashStore(), 1, 2, thread_identity()).ended_here([0])
 
@@ -73,3 +73,15 @@ def test_where_ranks_may_be_elsewhere_processes_here_are_not_counted(tmp_path: P
     there = RankWatch(PrefixStore("of", Elsewhere(tmp_path / "there")), 0, 2, process_identity())
     assert here._children is not None
     assert there._children is None
+
+
+def test_ranks_are_told_of_those_that_they_watch() -> None:
+    store, size = HashStore(), 80
+    watches = [RankWatch(store, rank, size, f"elsewhere {rank}") for rank in range(size)]
+    rolls = watches[0].rolls()
+    assert max(len(roll.splitlines()) for roll in rolls) == 33
+    for rank, watch in enumerate(watches):
+        watch.learn_all_needed(rolls[rank // 16])
+        assert [*watch._neighbours()] == [(rank + i) % size for i in range(1, 17)]
+        assert not watch.server_is_unknown()
+        assert watch.lost() == set()

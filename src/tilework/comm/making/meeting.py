@@ -38,6 +38,10 @@ class _PeersStore(HashStore):
         peers = range(self._place + 1) if rest != text else ()
         super().append(key, "".join(f"{peer}{rest}" for peer in peers) or text)
 
+    def add(self, key: str, amount: int) -> int:
+        """Add what all ranks up to the caller would."""
+        return super().add(key, amount * (self._place + 1))
+
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
         """The value, which a later rank writes if there is none."""
         return super().get(key) if key.encode() in self._state.table.values else self._later()

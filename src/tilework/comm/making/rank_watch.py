@@ -28,8 +28,9 @@ from tilework.store import PrefixStore, Store
 from tilework.store.internal import Arrivals
 
 _WHO, _GONE = "who", "gone"
-#: The number of following ranks that each rank asks the system about, for all ranks.
-_NEIGHBOURS = 16
+#: The number of following ranks that each rank asks the system about, for all ranks; and of ranks
+#: that are told the same identities.
+BLOCK = 16
 #: Seconds between looks for ranks that never came: a constant, plus a share for each rank.
 _LOOK_SECONDS, _LOOK_SECONDS_PER_RANK = 0.25, 0.002
 #: Seconds that doubted ranks have to show that they have not ended.
@@ -47,6 +48,8 @@ class RankWatch:
         self._identities: dict[int, str] = {}
         #: Identified ranks, by name in the store's arrivals.
         self._arrival_names: dict[str, int] = {}
+        #: True once the ranks have met.
+        self._has_met = False
         self._lost: set[int] = set()
         here = f"{rank} {store.arrival_name or '-'} {identity}\n"
         self._revoke = self._store.append_on_disconnect(_GONE, f"{rank} ", (_WHO, here))
@@ -65,23 +68,22 @@ class RankWatch:
         self.doubted: frozenset[int] = frozenset()
         #: The reason why the rank that serves the store has given up; "" if it has not.
         self.given_up = ""
-        self._read_identities()
 
     def lost(self) -> set[int]:
         """The ranks that have ended. Asks the store, and the system; a StoreTimeoutError if the
         store does not answer and no rank is known to be lost.
         """
-        ended = self.ended_here(self._neighbours())
+        ended: set[int] = set()
         try:
-            self._read_identities()
             if self._store.check([_GONE]):
                 self._lost.update(map(int, self._store.get(_GONE).split()))
-            ended |= self._missed()
+            ended = self._missed()
         except StoreTimeoutError:  # a second try would take as long again
-            if not ended | self._lost:
+            if not self.ended_here(self._neighbours()) | self._lost:
                 raise
         except DistError:
             pass  # the store is gone; ask the system
+        ended |= self.ended_here(self._neighbours())
         ended -= self._lost
         if ended:
             self._lost |= ended
@@ -94,16 +96,20 @@ class RankWatch:
         known = self._identities
         return {rank for rank in ranks if rank in known and has_ended(known[rank])}
 
-    def roll(self) -> str:
-        """The identities of all ranks that have come, as a text for :meth:`learn` on this or
-        another rank.
-        """
-        return self._store.get(_WHO).decode()
+    def rolls(self) -> list[str]:
+        """By block of ranks: the identities of the ranks that they watch, and of rank 0."""
+        lines = self._store.get(_WHO).decode().splitlines(keepends=True)
+        of = {int(line.partition(" ")[0]): line for line in lines}
+        starts = range(0, self._size, BLOCK)
+        needed = [{0, *((at + i) % self._size for i in range(2 * BLOCK))} for at in starts]
+        return ["".join(of[rank] for rank in ranks) for ranks in needed]
 
-    def learn(self, roll: str) -> None:
-        """Learn the ranks' identities from ``roll``, the text that :meth:`roll` has returned on
-        this or another rank.
-        """
+    def learn_all_needed(self, roll: str) -> None:
+        """Learn the identities in ``roll``, which is for this rank, once all ranks have come."""
+        self._learn(roll)
+        self._has_met = True
+
+    def _learn(self, roll: str) -> None:
         for line in roll.splitlines():
             rank, name, identity = line.split(" ", 2)
             self._identities.setdefault(int(rank), identity)
@@ -140,12 +146,11 @@ class RankWatch:
         this rank in cyclic order.
         """
         others = sorted(self._identities, key=lambda rank: (rank - self._rank) % self._size)
-        return [rank for rank in others if rank != self._rank][:_NEIGHBOURS]
+        return [rank for rank in others if rank != self._rank][:BLOCK]
 
     def _read_identities(self) -> None:
-        if len(self._identities) == self._size:
-            return
-        self.learn(self.roll())
+        if not self._has_met:
+            self._learn(self._store.get(_WHO).decode())
 
     # -- facts from the store, the launcher and the environment -------------------------------
 
@@ -155,7 +160,8 @@ class RankWatch:
         if now < self._next_look:
             return set()
         self._next_look = now + _LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * self._size
-        silent = set(range(self._size)) - set(self._identities)
+        self._read_identities()
+        silent = set() if self._has_met else set(range(self._size)) - set(self._identities)
         ended = self._missed_by_store(silent, now)
         if silent:
             ended |= self._ended_ranks.among(silent)
@@ -175,6 +181,8 @@ class RankWatch:
         if arrivals is None:
             return set()
         self.given_up = arrivals.given_up
+        if not arrivals.lost <= self._arrival_names.keys():
+            self._learn(self._store.get(_WHO).decode())
         ended = {self._arrival_names[name] for name in arrivals.lost if name in self._arrival_names}
         # Elimination is only valid if each rank has made exactly one store.
         if not self._are_all_at(arrivals):

@@ -84,9 +84,14 @@ class GroupWait:
         """Call :meth:`check` for the ``missing`` ranks, given as positions in ``ranks``."""
         self.check([self.ranks[position] for position in missing])
 
-    def roll(self) -> str:
-        """The identities of all ranks, which the last to come reads: the store may end soon."""
-        return "" if self.watch is None or self.groups else self.watch.roll()
+    @property
+    def tells_identities(self) -> bool:
+        """True if the last rank to come tells the others' identities: the store may end soon."""
+        return self.watch is not None and not self.groups
+
+    def rolls(self) -> list[str]:
+        """The last rank's messages, by block of ranks."""
+        return [""] if self.watch is None or self.groups else self.watch.rolls()
 
     def check(self, missing: Collection[int] | None = None) -> None:
         """Raise if waiting for the ``missing`` ranks (None: unknown) is futile. Called often."""
