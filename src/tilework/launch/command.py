@@ -210,6 +210,13 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return error.status if isinstance(error, NodesError) else 1
 
 
+#: Options that settings have under the same name.
+_SETTINGS = (
+    *("start", "backend", "timeout", "log_dir", "prefix", "restarts", "elastic", "grace", "bind"),
+    *("huge_pages", "node_rank", "rdzv", "trace", "watch"),
+)
+
+
 def _settings(
     parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int
 ) -> LaunchSettings:
@@ -217,23 +224,10 @@ def _settings(
         sets_for(options.bind, ranks, read_topology())
         return LaunchSettings(
             nprocs=ranks,
-            start=options.start,
-            backend=options.backend,
-            timeout=options.timeout,
-            log_dir=options.log_dir,
             master_port=0 if options.tcp and options.master_port is None else options.master_port,
-            prefix=options.prefix,
-            restarts=options.restarts,
-            elastic=options.elastic,
-            grace=options.grace,
-            bind=options.bind,
-            huge_pages=options.huge_pages,
             nnodes=options.nnodes[0],
             elastic_nodes=options.nnodes[1],
-            node_rank=options.node_rank,
-            rdzv=options.rdzv,
-            trace=options.trace,
-            watch=options.watch,
+            **{name: getattr(options, name) for name in _SETTINGS},
         )
     except ValueError as error:  # options that contradict each other
         parser.error(str(error))

@@ -133,9 +133,7 @@ def _single_copy() -> ReportLine:
     try:
         how = run_ranks(_TEST_RANKS, _how_it_reads, kind="processes", timeout=_TEST_TIMEOUT)[0]
     except Exception as error:  # as in _try
-        return ReportLine(
-            name, "not known", "no", f"{type(error).__name__}: {error}".partition("\n")[0]
-        )
+        return ReportLine(name, "not known", "no", _first_line(error))
     can, ranges = how
     if not can.startswith("possible"):
         note = "Large tensors move in two copies, through memory that ranks share."
@@ -241,9 +239,17 @@ def _try(kind: Kind) -> ReportLine:
     try:
         figures = _reduce_on(kind)
     except Exception as error:  # the user wants to know any error
-        first = str(error).strip().partition("\n")[0]
-        return ReportLine(name, "failed", "bad", f"{type(error).__name__}: {first}")
+        return failed(name, error)
     return ReportLine(name, f"passed in {time.monotonic() - began:.1f} s", note=figures)
+
+
+def failed(name: str, error: Exception) -> ReportLine:
+    """The line of the report on a test that raised ``error``."""
+    return ReportLine(name, "failed", "bad", _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def _reduce_on(kind: Kind) -> str:

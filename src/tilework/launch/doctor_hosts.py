@@ -26,7 +26,7 @@ import tilework.distributed as dist
 from tilework.comm.backends.machine import reachable_address
 from tilework.errors import DistError, DistNetworkError, DistStoreError
 from tilework.framed import Door, knock, token_for
-from tilework.launch.doctor import ReportLine, seconds_for, show_report
+from tilework.launch.doctor import ReportLine, failed, seconds_for, show_report
 from tilework.launch.nodes import secret_bytes, version
 from tilework.store import PrefixStore, Store, StoreServer, TCPStore
 
@@ -362,8 +362,7 @@ def _try_group(store: Store, me: int, facts: Sequence[Facts]) -> ReportLine:
         ]
         dist.destroy_process_group()
     except Exception as error:  # the user wants to know any error
-        first = str(error).strip().partition("\n")[0]
-        return ReportLine("all hosts", "failed", "bad", f"{type(error).__name__}: {first}")
+        return failed("all hosts", error)
     took = f"passed in {time.monotonic() - begun:.1f} s, by {backend}"
     times = ", of ".join(f"{name} in {median * 1e6:,.0f} µs" for name, median in figures)
     return ReportLine("all hosts", took, note=f"all_reduce of {times}")

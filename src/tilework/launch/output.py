@@ -41,7 +41,6 @@ class NonblockingOutput:
         self._fd = fd
         self._pending: deque[memoryview] = deque()
         #: Bytes not written yet.
-        #: Bytes not written yet.
         self.pending_bytes = 0
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)

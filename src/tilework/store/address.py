@@ -88,7 +88,6 @@ class TcpAddress(Address):
 
     @property
     def hint(self) -> str:
-        """Advice for when nobody answers here."""
         return (
             "Check that whoever serves it (rank 0, the launcher of node 0, `tilework store`) runs "
             "and listens there, that the host name means the same machine everywhere (not "
@@ -97,7 +96,6 @@ class TcpAddress(Address):
 
     @property
     def is_of_one_host(self) -> bool:
-        """True if the host is the loopback interface."""
         try:
             resolved = self._resolve()
         except (OSError, UnicodeError):
@@ -147,7 +145,6 @@ class TcpAddress(Address):
         raise failure
 
     def bound(self, listener: socket.socket) -> TcpAddress:
-        """The same host with the port that ``listener`` has."""
         return TcpAddress(self.host, listener.getsockname()[1])
 
     def _resolve(self) -> list[tuple[int, tuple[str, int]]]:
@@ -194,12 +191,10 @@ class UnixAddress(Address):
 
     @property
     def is_of_one_host(self) -> bool:
-        """True: a Unix socket can be reached on this host only."""
         return True
 
     @property
     def hint(self) -> str:
-        """Advice for when nobody answers here."""
         return (
             "Check that the process that serves the store (the launcher, or rank 0) is running, "
             "on this host and in this network namespace, and uses the same address."
@@ -230,7 +225,6 @@ class UnixAddress(Address):
         return listener
 
     def connect(self, timeout_seconds: float) -> socket.socket:
-        """Try once to connect."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_seconds)
@@ -241,18 +235,15 @@ class UnixAddress(Address):
         return sock
 
     def bound(self, listener: socket.socket) -> UnixAddress:
-        """The same address."""
         return self
 
     def refuses(self, peer: socket.socket) -> str:
-        """A text if the process at the other end belongs to another user; else empty."""
         user = other_user_of(peer)  # where unknown, the path's mode, 0600, has to do
         if user is None:
             return ""
         return f"it belongs to user {user}, this process to user {os.geteuid()}"
 
     def released(self) -> None:
-        """Remove the socket's file; a name in the abstract namespace has none."""
         if not self.abstract:
             with contextlib.suppress(OSError):
                 os.unlink(self.name)

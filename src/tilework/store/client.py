@@ -54,13 +54,11 @@ class RemoteStore(RequestStore):
 
     @property
     def is_of_one_host(self) -> bool:
-        """True if the server's address is one that only this host can reach."""
         return self._is_of_one_host
 
     def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None]:
-        """See :meth:`Store.append_on_disconnect`: ``value`` is appended when this process ends."""
         fields = [checks.key_bytes(key), checks.data_bytes(value)]
         if greeting is not None:
             fields += [checks.key_bytes(greeting[0]), checks.data_bytes(greeting[1])]
@@ -77,7 +75,6 @@ class RemoteStore(RequestStore):
 
     @property
     def secret(self) -> bytes | None:
-        """The secret that the server and this client have; None if they have none."""
         return self._secret
 
     def __repr__(self) -> str:

@@ -54,6 +54,8 @@ class FileStore(RequestStore):
         b'v'
     """
 
+    is_of_one_host = True  # where the locks work that show which processes have ended
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -100,11 +102,6 @@ class FileStore(RequestStore):
     def arrival_name(self) -> str:
         """This store's number among the stores made on the file; empty where nobody counts them."""
         return str(self._log.number or "")
-
-    @property
-    def is_of_one_host(self) -> bool:
-        """True: the locks that show which processes have ended work on one host only."""
-        return True
 
     def close(self) -> None:
         """Close the file; the last of ``world_size`` stores removes it. Idempotent."""

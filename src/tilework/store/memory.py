@@ -32,6 +32,8 @@ class HashStore(RequestStore):
         b'v'
     """
 
+    authenticated = is_of_one_host = True
+
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(timeout)
         self._state = StoreState()
@@ -80,16 +82,6 @@ class HashStore(RequestStore):
             self._closed = True
             for client in self._parked:
                 client.ended.set()
-
-    @property
-    def authenticated(self) -> bool:
-        """True: only this process can reach it."""
-        return True
-
-    @property
-    def is_of_one_host(self) -> bool:
-        """True: only this process can reach it."""
-        return True
 
     def __repr__(self) -> str:
         return "HashStore()"

@@ -43,43 +43,33 @@ class PrefixStore(Store):
         return self._store
 
     def set(self, key: str, value: Data) -> None:
-        """Store ``value`` under ``key``, replacing what was there."""
         self._open_store().set(self._full(key), value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
-        """``set`` for several keys; the lengths must agree."""
         self._open_store().multi_set(self._full_all(keys), values)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return the value."""
         return self._open_store().get(self._full(key), self._own(timeout))
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """``get`` for several keys, in their order, under one timeout."""
         return self._open_store().multi_get(self._full_all(keys), self._own(timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the integer at ``key``; see :meth:`Store.add`."""
         return self._open_store().add(self._full(key), amount)
 
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
         return self._open_store().compare_set(self._full(key), expected, desired)
 
     def append(self, key: str, value: Data) -> None:
-        """Append to the value at ``key``, which is created if absent."""
         self._open_store().append(self._full(key), value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all ``keys`` exist, without waiting."""
         return self._open_store().check(self._full_all(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` exist at once."""
         self._open_store().wait(self._full_all(keys), self._own(timeout))
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key``; return whether it existed."""
         return self._open_store().delete_key(self._full(key))
 
     def list_keys(self) -> list[str]:
@@ -89,46 +79,37 @@ class PrefixStore(Store):
         return [key[len(start) :] for key in keys if key.startswith(start)]
 
     def queue_push(self, key: str, value: Data) -> None:
-        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
         self._open_store().queue_push(self._full(key), value)
 
     def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
-        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
         return self._open_store().queue_pop(self._full(key), block, self._own(timeout))
 
     def queue_len(self, key: str) -> int:
-        """The number of values in the queue ``key``."""
         return self._open_store().queue_len(self._full(key))
 
     def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None] | None:
-        """See :meth:`Store.append_on_disconnect`: ``value`` is appended when this process ends."""
         here = None if greeting is None else (self._full(greeting[0]), greeting[1])
         return self._open_store().append_on_disconnect(self._full(key), value, here)
 
     def arrivals(self) -> Arrivals | None:
-        """The arrivals at the underlying store; see :meth:`Store.arrivals`."""
         return self._open_store().arrivals()
 
     @property
     def arrival_name(self) -> str:
-        """The arrival name of the underlying store."""
         return self._store.arrival_name
 
     @property
     def whole(self) -> Store:
-        """The store that this is a view of, below all views."""
         return self._store.whole
 
     @property
     def why_gone(self) -> str:
-        """The reason of the store beneath."""
         return self._store.why_gone
 
     @property
     def is_of_one_host(self) -> bool:
-        """True if only processes of this host can reach the underlying store."""
         return self._store.is_of_one_host
 
     def num_keys(self) -> int:
@@ -137,12 +118,10 @@ class PrefixStore(Store):
 
     @property
     def authenticated(self) -> bool:
-        """True if the underlying store is authenticated; see :attr:`Store.authenticated`."""
         return self._store.authenticated
 
     @property
     def secret(self) -> bytes | None:
-        """The secret of the underlying store; None if there is none."""
         return self._store.secret
 
     def __repr__(self) -> str:

@@ -31,7 +31,6 @@ class RequestStore(Store):
         """
 
     def set(self, key: str, value: Data) -> None:
-        """Store ``value`` under ``key``, replacing what was there."""
         self._do(requests.SET, checks.key_bytes(key), checks.data_bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
@@ -43,7 +42,6 @@ class RequestStore(Store):
             self._do(requests.MULTI_SET, *batch)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return the value."""
         return self.multi_get([key], timeout)[0]
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
@@ -56,20 +54,16 @@ class RequestStore(Store):
         return values
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the integer at ``key``; see :meth:`Store.add`."""
         return self._do(requests.ADD, checks.key_bytes(key), checks.amount_int(amount))
 
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
         old_and_new = checks.compare_set_bytes(expected, desired)
         return self._do(requests.COMPARE_SET, checks.key_bytes(key), *old_and_new)
 
     def append(self, key: str, value: Data) -> None:
-        """Append to the value at ``key``, which is created if absent."""
         self._do(requests.APPEND, checks.key_bytes(key), checks.data_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all ``keys`` exist, without waiting."""
         for batch in self._batches(checks.keys_bytes(keys)):
             if not self._do(requests.CHECK, *batch):
                 return False
@@ -83,15 +77,12 @@ class RequestStore(Store):
             self._ask_waiting(Code.WAIT, batch, keys, limit, deadline)
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key``; return whether it existed."""
         return self._do(requests.DELETE, checks.key_bytes(key))
 
     def num_keys(self) -> int:
-        """The number of keys."""
         return self._do(requests.NUM_KEYS)
 
     def list_keys(self) -> list[str]:
-        """All keys, in no order."""
         names = self._do(requests.LIST_KEYS)
         try:
             return list(map(bytes.decode, names))
@@ -99,11 +90,9 @@ class RequestStore(Store):
             return [name.decode(errors="replace") for name in names]
 
     def queue_push(self, key: str, value: Data) -> None:
-        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
         self._do(requests.QUEUE_PUSH, checks.key_bytes(key), checks.data_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
-        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
         name, limit = checks.key_bytes(key), left_seconds(self._wait_seconds(timeout))
         if block:
             deadline = Deadline(limit)
@@ -114,7 +103,6 @@ class RequestStore(Store):
         return answer.fields[0]
 
     def queue_len(self, key: str) -> int:
-        """The number of values in the queue ``key``."""
         return self._do(requests.QUEUE_LENGTH, checks.key_bytes(key))
 
     def _get_batch(

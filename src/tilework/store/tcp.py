@@ -106,7 +106,6 @@ class TCPStore(RemoteStore):
 
     @property
     def arrival_name(self) -> str:
-        """This store's name at the server."""
         return self._name
 
     def _join(self, wait_for: int | None) -> None:

@@ -62,17 +62,14 @@ class TorchStoreAdapter(Store):
         return store
 
     def set(self, key: str, value: Data) -> None:
-        """Store ``value`` under ``key``, replacing what was there."""
         checks.key_bytes(key)
         self._call("set", key, checks.data_bytes(value))
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return the value."""
         self.wait([key], timeout)
         return bytes(self._call("get", key))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the integer at ``key``; see :meth:`Store.add`."""
         name, number = checks.key_bytes(key), checks.amount_int(amount)
         if self.check([key]):
             # torch's server drops the connection over what is no integer, and wraps around.
@@ -82,13 +79,11 @@ class TorchStoreAdapter(Store):
         return int(self._call("add", key, number))
 
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
         checks.key_bytes(key)
         old, new = checks.compare_set_bytes(expected, desired)
         return bytes(self._call("compare_set", key, _text(old), _text(new)))
 
     def append(self, key: str, value: Data) -> None:
-        """Append to the value at ``key``, which is created if absent."""
         checks.key_bytes(key)
         data = checks.data_bytes(value)
         if self._extended:
@@ -104,12 +99,10 @@ class TorchStoreAdapter(Store):
             held = now
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all ``keys`` exist, without waiting."""
         checks.keys_bytes(keys)
         return not keys or bool(self._call("check", list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` exist at once."""
         limit = self._wait_seconds(timeout)
         deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
         # Polled: torch's own wait would hold back this store's other threads, and Ctrl-C.
@@ -121,7 +114,6 @@ class TorchStoreAdapter(Store):
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key``; return whether it existed."""
         checks.key_bytes(key)
         existed = self.check([key])  # torch's FileStore says True in any case.
         return bool(self._call("delete_key", key)) and existed
@@ -140,7 +132,6 @@ class TorchStoreAdapter(Store):
         self._call("queue_push", key, checks.data_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
-        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
         checks.key_bytes(key)
         limit = self._wait_seconds(timeout)
         deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
@@ -160,7 +151,6 @@ class TorchStoreAdapter(Store):
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def queue_len(self, key: str) -> int:
-        """The number of values in the queue ``key``."""
         checks.key_bytes(key)
         return int(self._call("queue_len", key))
 

@@ -37,6 +37,8 @@ class UnixStore(RemoteStore):
         b'v'
     """
 
+    authenticated = True
+
     def __init__(
         self,
         address: str,
@@ -52,8 +54,3 @@ class UnixStore(RemoteStore):
         if server is not None:
             server.start()
         super().__init__(where, timeout, secret, server.close if server is not None else None)
-
-    @property
-    def authenticated(self) -> bool:
-        """True: only this user's processes can take part."""
-        return True
