@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
+import sys
+from array import array
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -16,6 +23,7 @@ import tilework.distributed as dist
 from tests.plan.trainings import TRAININGS
 from tilework.errors import PretendError
 from tilework.inspect import MemoryByUse
+from tilework.launch.program import Script
 from tilework.parallel import DistributedDataParallel, fully_shard
 from tilework.plan import Branch, PlanReport, pretend
 from tilework.testing import run_ranks
@@ -67,7 +75,7 @@ def test_a_nan_never_decides() -> None:
     def program() -> None:
         values = torch.randn(3).sum(), torch.randn(3).sum().item()
         assert not any(map(math.isnan, values))
-        assert f"{values[0]:.2f} {values[1]:.1f}" == "nan nan"
+        assert f"{values[0]:.2f} {values[1]:.1f}" == "??? ???"
         if float(values[0]) > 2 or float(values[1]) > 2:
             print("large")
         print("%.2f" % values[0])  # noqa: UP031 - as people write
@@ -85,18 +93,37 @@ def test_numpy_and_texts_keep_numbers_unknown() -> None:
             print("small")
         if np.float32(1) < losses[0] or float(f"{losses[0]:.2f}") > 3:
             print("large")
+        if json.loads(json.dumps({"loss": losses[0]}))["loss"] < 1 or math.fsum(losses) > 2:
+            print("small")
 
-    assert len(planned(program).branches) == 2
+    assert len(planned(program).branches) == 3
 
 
 def map_of(make: Callable[[Any], Any]) -> None:
-    make(torch.randn(3).sum())
+    make(torch.randn(3).sum().item())
 
 
-@pytest.mark.parametrize("make", [float, lambda x: np.float64(x.item())])
+PLAIN: list[Callable[[Any], Any]] = [
+    *(np.float64, Decimal, lambda x: mean([x]), lambda x: struct.pack("d", x)),
+    *(lambda x: array("d", [x]), lambda x: torch.FloatTensor([x]), lambda x: float("%.2f" % x)),  # noqa: UP031
+]
+
+
+@pytest.mark.parametrize("make", PLAIN)
 def test_a_plain_number_is_refused(make: Callable[[Any], Any]) -> None:
-    with pytest.raises(PretendError, match=r"item\(\)"):
-        planned(partial(map_of, make))
+    with pytest.raises(PretendError, match=r"test_unknown\.py:.*only known in a real run"):
+        planned(partial(map_of, make), 1)
+
+
+def test_a_script_takes_float_of_a_loss(tmp_path: Path) -> None:
+    text = "import torch\nloss = torch.randn(3).sum()\nif float(loss) > 1:\n    print(loss)\n"
+    (tmp_path / "train.py").write_text(text)
+    main = sys.modules["__main__"]
+    try:
+        (found,) = planned(lambda: Script(str(tmp_path / "train.py")).run(0), 2).branches
+    finally:
+        sys.modules["__main__"] = main
+    assert "train.py:3" in found.site
 
 
 def test_a_loop_that_ends_by_a_value_is_refused() -> None:

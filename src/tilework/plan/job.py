@@ -22,7 +22,7 @@ from tilework.plan.replacing import math_with_numbers
 from tilework.plan.report import AxisTraffic, Branch, PlanReport, RankReport, StartCost
 from tilework.plan.running import PretendedJob, RankRun, place_of, run_rank
 from tilework.plan.timing import RankTime, Workload, rank_times
-from tilework.plan.unknown import Decisions, RunAgain
+from tilework.plan.unknown import Decisions, RunAgain, is_void, refusal_of
 
 #: The most times that ranks run, for each to get what the others have gathered from.
 _MOST_PASSES = 3
@@ -178,7 +178,12 @@ class PlannedJob:
             try:
                 run = run_rank(how.program, rank, job, (work, memory), how.is_script)
                 return _Ran(run, work, self._reported(run, memory))
-            except RunAgain:
+            except (RunAgain, Exception) as error:
+                if not is_void(error, job.decisions):
+                    refusal = refusal_of(error, job.decisions)
+                    if isinstance(error, PretendError) or refusal is None:
+                        raise
+                    raise refusal from error
                 job.decisions.asked.clear()
 
     def _reported(self, run: RankRun, memory: MemoryByUse) -> RankReport:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.program.number import Number
-
 #: By operator and arguments: sizes, strides and dtypes of results; None for one written in place.
 _known: dict[Any, Any] = {}
 _MOST = 1 << 16
@@ -29,8 +27,6 @@ def key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
             return tuple(map(part, value))
-        if isinstance(value, Number):
-            return float
         if isinstance(value, int | float):  # 1, 1.0 and True are equal, and give other dtypes
             return (type(value), value) if kind == "new" else type(value)
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import os
 import sys
@@ -13,21 +14,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from tilework.capture.program.number import Number, with_numbers
+from tilework.capture.program.number import with_numbers
 from tilework.comm.per_call.internal import call_site, lacks_memory
 from tilework.dtensor import DTensor
 from tilework.errors import PretendError
 from tilework.plan.autocast import autocast_entered, autocast_left
 from tilework.plan.unknown import (
     Decisions,
+    UnknownNumber,
     decided,
     float_in,
+    has_unknown,
     is_unknown,
     lacks_values,
+    of_text,
     refuse,
-    unknown_number,
+    with_nan,
     with_objects,
 )
 
@@ -98,9 +103,11 @@ def replaced(device: torch.device, decisions: Decisions) -> Iterator[None]:
     put(torch.autocast, "__exit__", autocast_left(torch.autocast.__exit__))
     put(DataLoader, "_get_iterator", _iterator(DataLoader._get_iterator))
     put(torch.distributed, "init_process_group", _without_torch)
+    put(json.JSONEncoder, "iterencode", _written(json.JSONEncoder.iterencode))
+    put(json.JSONDecoder, "decode", _read(json.JSONDecoder.decode))
     for name in ("tensor", "as_tensor"):
         put(torch, name, _maker(getattr(torch, name)))
-    with decisions.in_use():
+    with decisions.in_use(), torch.serialization.safe_globals([UnknownNumber]):
         try:
             yield
         finally:
@@ -142,6 +149,8 @@ def _computing(function: Any) -> Any:
 
     @functools.wraps(function)
     def numbered(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, list | tuple) and has_unknown(x) for x in args):  # fsum, prod, dist
+            return UnknownNumber()
         return compute(*[x.item() if isinstance(x, Tensor) else x for x in args], **kwargs)
 
     return numbered
@@ -156,7 +165,7 @@ def _method(name: str, original: Any) -> Any:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not lacks_values(self) or lacks_memory(self):
             found = original(self, *args, **kwargs)
-            return unknown_number() if is_unknown(found) else found
+            return UnknownNumber() if is_unknown(found) else found
         if name in ("__repr__", "__format__"):
             return _text(self, *args)
         if name == "tolist":
@@ -165,20 +174,20 @@ def _method(name: str, original: Any) -> Any:
             refuse(_READS.get(name, f"calls {name}() of a tensor"))
         if name == "__bool__":
             return decided()
-        return unknown_number() if name == "item" else float_in(sys._getframe(1))
+        return UnknownNumber() if name == "item" else float_in(sys._getframe(1))
 
     return read
 
 
 def _text(tensor: Tensor, spec: str = "") -> str:
     if spec:
-        return format(unknown_number(), spec)
+        return format(UnknownNumber(), spec)
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"tensor({shape}, {tensor.dtype}, pretended)"
 
 
 def _nested(shape: list[int]) -> Any:
-    return [_nested(shape[1:]) for _ in range(shape[0])] if shape else unknown_number()
+    return [_nested(shape[1:]) for _ in range(shape[0])] if shape else UnknownNumber()
 
 
 class _Claim(property):
@@ -215,15 +224,31 @@ def _grouped(original: Any, device: torch.device) -> Any:
 def _maker(original: Any) -> Any:
     @functools.wraps(original)
     def make(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, Number):
+        if isinstance(data, UnknownNumber):
             kwargs["device"] = torch.device("meta")
             kwargs.setdefault("dtype", torch.get_default_dtype())
             return torch.empty((), *args, **kwargs)
-        made = original(data, *args, **kwargs)
+        made = original(with_nan(data), *args, **kwargs)
         holds = not made.is_meta and made.is_floating_point() and made.isnan().any().item()
         return torch.empty_like(made) if holds else made  # some of the numbers are unknown
 
     return make
+
+
+def _written(original: Any) -> Any:
+    @functools.wraps(original)
+    def encode(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, tree_map_only(UnknownNumber, str, value), *args, **kwargs)
+
+    return encode
+
+
+def _read(original: Any) -> Any:
+    @functools.wraps(original)
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(str, of_text, original(*args, **kwargs))
+
+    return decode
 
 
 def _without_torch(*args: Any, **kwargs: Any) -> NoReturn:

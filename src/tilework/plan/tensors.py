@@ -28,7 +28,7 @@ from tilework.errors import PretendError
 from tilework.plan.attention import attention, choice_of
 from tilework.plan.repeats import keep, key_of, repeated
 from tilework.plan.replacing import is_truthful, truthful
-from tilework.plan.unknown import decided, is_unknown, refuse
+from tilework.plan.unknown import UnknownNumber, decided, is_unknown, refuse, with_nan
 from tilework.tiled.rules import call_on_meta
 
 #: Larger tensors of integers have no values, either.
@@ -56,6 +56,8 @@ class AskedForMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if UnknownNumber in types:
+            args, kwargs = with_nan((args, kwargs))
         given = [x for x in (*args, *kwargs.values()) if _is_meta(x)]
         by_text = any(isinstance(x, str) for x in given)
         if not given or self.is_asked or not (by_text or _is_asking(func, sys._getframe(1))):

@@ -95,7 +95,74 @@ def is_float(value: Any) -> bool:
     return isinstance(value, float) or is_numpys
 
 
-class Number(float):
+class Arithmetic:
+    """The operators of a float, which a class answers by the first four methods."""
+
+    value: float
+    #: The result of arithmetic, and that of a comparison; NotImplemented with other things.
+    _made: Callable[..., Any]
+    _compared: Callable[..., bool]
+    #: A plain value that Python makes of the number.
+    _decides: Callable[..., Any]
+    #: Raises an error that says what Python does with the number, and where.
+    refuse: Callable[..., NoReturn]
+
+    def given_to(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The result of a function of ``math``: a number, or a value that decides."""
+        values = [each.value if isinstance(each, Arithmetic) else each for each in inputs]
+        is_number = type(function(*values)) is float
+        return (self._made if is_number else self._decides)(function, *inputs)
+
+    def __neg__(self) -> Any:
+        return self._made(operator.neg, self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self._made(operator.abs, self)
+
+    def __bool__(self) -> bool:
+        return self._compared(operator.ne, 0.0)
+
+    def __int__(self) -> Any:
+        return self._decides(int, self)
+
+    __trunc__ = __int__
+
+    def __index__(self) -> int:
+        self.refuse("used as an index")
+
+    def __floor__(self) -> int:
+        return int(self._decides(math.floor, self))
+
+    def __ceil__(self) -> int:
+        return int(self._decides(math.ceil, self))
+
+    def __round__(self, ndigits: Any = None) -> Any:
+        return self._decides(round, self) if ndigits is None else self._made(round, self, ndigits)
+
+    def is_integer(self) -> Any:
+        return self._decides(float.is_integer, self)
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        self.refuse("made a ratio of integers")
+
+    def hex(self) -> str:
+        self.refuse("printed")
+
+    def conjugate(self) -> Any:
+        return self
+
+    real = property(conjugate)
+
+    def __divmod__(self, other: Any) -> Any:
+        self.refuse("given to divmod()")
+
+    __rdivmod__ = __divmod__
+
+
+class Number(Arithmetic, float):
     """A number of a program that is only known when the program runs.
 
     Args:
@@ -104,7 +171,6 @@ class Number(float):
         inputs: The arguments of ``function``: Numbers, Python numbers and values of the program.
     """
 
-    value: float
     function: Callable[..., Any] | None
     inputs: tuple[Any, ...]
     book: NumberBook
@@ -154,12 +220,6 @@ class Number(float):
             self.book.recorder.expect(function, inputs, result)
         return result
 
-    def given_to(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """The result of a function of ``math``: a Number, or a value that decides."""
-        values = [each.value if isinstance(each, Number) else each for each in inputs]
-        is_number = type(function(*values)) is float
-        return (self._made if is_number else self._decides)(function, *inputs)
-
     def refuse(self, how: str) -> NoReturn:
         """Raise a CaptureError that says what Python does with the number, and where."""
         raise NumberError(
@@ -168,18 +228,6 @@ class Number(float):
             f"made of the value would stay as it is now. Return the number, or the tensor, and do "
             f"this after the call"
         )
-
-    def __neg__(self) -> Any:
-        return self._made(operator.neg, self)
-
-    def __pos__(self) -> Any:
-        return self
-
-    def __abs__(self) -> Any:
-        return self._made(operator.abs, self)
-
-    def __bool__(self) -> bool:
-        return self._compared(operator.ne, 0.0)
 
     def __hash__(self) -> int:
         if not is_installed(sys._getframe(1).f_code.co_filename):
@@ -190,42 +238,6 @@ class Number(float):
         if in_library[sys._getframe(1).f_code.co_filename]:  # a library hands it on to operators
             return _float_of(_SIGNALING | self.tag)
         self.refuse("made a plain number")
-
-    def __int__(self) -> int:
-        return self._decides(int, self)
-
-    __trunc__ = __int__
-
-    def __index__(self) -> int:
-        self.refuse("used as an index")
-
-    def __floor__(self) -> int:
-        return int(self._decides(math.floor, self))
-
-    def __ceil__(self) -> int:
-        return int(self._decides(math.ceil, self))
-
-    def __round__(self, ndigits: Any = None) -> Any:
-        return self._decides(round, self) if ndigits is None else self._made(round, self, ndigits)
-
-    def is_integer(self) -> bool:
-        return self._decides(float.is_integer, self)
-
-    def as_integer_ratio(self) -> tuple[int, int]:
-        self.refuse("made a ratio of integers")
-
-    def hex(self) -> str:
-        self.refuse("printed")
-
-    def conjugate(self) -> Any:
-        return self
-
-    real = property(conjugate)
-
-    def __divmod__(self, other: Any) -> Any:
-        self.refuse("given to divmod()")
-
-    __rdivmod__ = __divmod__
 
     def __repr__(self) -> str:
         if is_installed(sys._getframe(1).f_code.co_filename):
@@ -246,7 +258,7 @@ class Number(float):
 
 
 def _arithmetic(function: Callable[..., Any], is_swapped: bool) -> Callable[..., Any]:
-    def method(self: Number, other: Any, mod: None = None) -> Any:
+    def method(self: Arithmetic, other: Any, mod: None = None) -> Any:
         return self._made(function, *((other, self) if is_swapped else (self, other)))
 
     return method
@@ -257,10 +269,10 @@ def _comparison(function: Callable[..., bool]) -> Callable[..., bool]:
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Number, f"__{_name}__", _arithmetic(getattr(operator, _name), False))
-    setattr(Number, f"__r{_name}__", _arithmetic(getattr(operator, _name), True))
+    setattr(Arithmetic, f"__{_name}__", _arithmetic(getattr(operator, _name), False))
+    setattr(Arithmetic, f"__r{_name}__", _arithmetic(getattr(operator, _name), True))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
+    setattr(Arithmetic, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
 def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,9 +282,9 @@ def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
         listed = [x for arg in args if isinstance(arg, list | tuple) for x in arg]
         for each in (*kwargs.values(), *listed):
-            if isinstance(each, Number):
+            if isinstance(each, Arithmetic):
                 each.refuse(f"given to math.{function.__name__} in a list or by keyword")
-        number = next((each for each in args if isinstance(each, Number)), None)
+        number = next((each for each in args if isinstance(each, Arithmetic)), None)
         return function(*args, **kwargs) if number is None else number.given_to(function, *args)
 
     return compute
