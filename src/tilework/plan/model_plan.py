@@ -99,7 +99,7 @@ class ModelPlan:
             rest, here = divmod(rest, degree)
             if WAYS[name].shares_batch:
                 place, count = place + here * count, count * degree
-        return _rows(batch, count, place)
+        return rows_of(batch, count, place)
 
     def __str__(self) -> str:
         return " + ".join(
@@ -124,9 +124,12 @@ def _loss(result: Any) -> Tensor:
     return tensors_in(result)[0].float().square().mean() if loss is None else loss
 
 
-def _rows(value: Any, count: int, place: int) -> Any:
+def rows_of(value: Any, count: int, place: int) -> Any:
+    """A part of the rows of all tensors in a batch."""
     if isinstance(value, Tensor) and value.dim():
         return value.tensor_split(count)[place]
     if isinstance(value, Mapping):
-        return {name: _rows(each, count, place) for name, each in value.items()}
-    return tuple(_rows(each, count, place) for each in value) if isinstance(value, tuple) else value
+        return {name: rows_of(each, count, place) for name, each in value.items()}
+    return (
+        tuple(rows_of(each, count, place) for each in value) if isinstance(value, tuple) else value
+    )

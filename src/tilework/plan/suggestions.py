@@ -20,7 +20,7 @@ from tilework.models import check_is_module
 from tilework.parallel import derive_plan
 from tilework.plan.cluster import Cluster
 from tilework.plan.job import PlannedJob, pretend
-from tilework.plan.model_plan import ModelPlan, backward
+from tilework.plan.model_plan import ModelPlan, backward, rows_of
 from tilework.plan.report import PlanReport
 from tilework.plan.timing import begin_step
 from tilework.plan.ways import AXES, WAYS, Sizes, blocks_of, experts_of
@@ -28,8 +28,12 @@ from tilework.show import Page, TextTable, bytes_text
 
 #: The most plans that are pretended, and that are given.
 _MOST_TRIED, _MOST = 8, 5
+#: The most passes through blocks that are pretended, of a plan and of all: minutes of a CPU.
+_MOST_PASSES, _MOST_OF_ALL = 400, 1000
 #: The most plans that are named for a reason.
 _MOST_NAMED = 3
+_SLOWER = "others promise to be faster"
+_LONG = "takes long to pretend ({} blocks, {} microbatches): pretend it alone"
 #: The part by which a formula may be wrong before a plan is left out for memory.
 _SLACK = 1.3
 
@@ -135,15 +139,15 @@ def suggest(
             f"{type(example).__name__}"
         )
     with pretend(1, 1, None, cluster) as alone:
-        sizes, seconds = _alone(alone, build, example)
+        sizes, seconds = _alone(alone, build, example, ranks)
     with pretend(ranks, hosts, memory, cluster) as job:
         judged, left_out = _judged(sizes, seconds, job)
         found: list[ModelPlan] = []
         near: list[ModelPlan] = []
-        for number, plan in enumerate(judged):
-            if number == _MOST_TRIED or len(found) == _MOST:
-                left_out += [(str(each), "others promise to be faster") for each in judged[number:]]
-                break
+        for plan in _to_pretend(judged, sizes.blocks, left_out):
+            if len(found) == _MOST:
+                left_out.append((str(plan), _SLOWER))
+                continue
             try:
                 with redirect_stdout(StringIO()):  # what models print
                     report = job.run(step, plan, build, example, alike=True)
@@ -157,6 +161,24 @@ def suggest(
     found.sort(key=lambda plan: _seconds_of(plan.report))
     nearest = min(near, key=_peak_of, default=None) if not found else None
     return Suggestions(tuple(found), tuple(left_out), nearest)
+
+
+def _to_pretend(
+    judged: Sequence[ModelPlan], blocks: int, left_out: list[tuple[str, str]]
+) -> list[ModelPlan]:
+    """The plans that are worth the time of pretending them; the others get a reason."""
+    passes = [blocks * plan.microbatches for plan in judged]  # of all stages together
+    limit, left = max(_MOST_PASSES, min(passes, default=0)), _MOST_OF_ALL
+    chosen: list[ModelPlan] = []
+    for plan, count in zip(judged, passes, strict=True):
+        if count > limit:
+            left_out.append((str(plan), _LONG.format(blocks, plan.microbatches)))
+        elif (chosen and count > left) or len(chosen) == _MOST_TRIED:
+            left_out.append((str(plan), _SLOWER))
+        else:
+            chosen.append(plan)
+            left -= count
+    return chosen
 
 
 def _fault(report: PlanReport | None) -> str:
@@ -244,9 +266,14 @@ def _price(sizes: Sizes, seconds: float, job: PlannedJob) -> float:
     return seconds * sizes.work + job.cluster.collective_seconds(sizes.moved, 2, job.hosts > 1)
 
 
-def _alone(job: PlannedJob, build: Callable[[], nn.Module], example: Any) -> tuple[Sizes, float]:
-    """The sizes and the seconds of a model on one rank."""
+def _alone(
+    job: PlannedJob, build: Callable[[], nn.Module], example: Any, parts: int
+) -> tuple[Sizes, float]:
+    """The sizes and the seconds of a model on one rank, from a part of the rows."""
     facts: dict[str, Any] = {}
+    rows = min((t.shape[0] for t in tensors_in(example) if t.dim()), default=1)
+    parts = max(1, min(parts, rows))
+    example = rows_of(example, parts, 0)
 
     def program() -> None:
         model = build()
@@ -256,7 +283,9 @@ def _alone(job: PlannedJob, build: Callable[[], nn.Module], example: Any) -> tup
         facts["blocks"] = len(blocks)
         facts["parameters"] = whole = sum(p.nbytes for p in model.parameters())
         cut = [model.get_submodule(name) for name in derive_plan(model, None, example)]
-        for name, part in (("in_linear", cut), ("in_experts", experts_of(model))):
+        experts = experts_of(model)
+        facts["experts"] = min((len(next(each.parameters())) for each in experts), default=0)
+        for name, part in (("in_linear", cut), ("in_experts", experts)):
             inside = sum(p.nbytes for module in part for p in module.parameters())
             facts[name] = min(1.0, inside / max(whole, 1))
         with _AttentionLengths() as attention:
@@ -266,10 +295,9 @@ def _alone(job: PlannedJob, build: Callable[[], nn.Module], example: Any) -> tup
 
     report = job.run(program)
     by = report.worst.peak.by_use()
-    rows = min((t.shape[0] for t in tensors_in(example) if t.dim()), default=1)
-    rest = by["activations"] + by["temporary"]
+    rest = parts * (by["activations"] + by["temporary"])
     sizes = Sizes(states=2 * facts["parameters"], activations=rest, rows=rows, **facts)
-    return sizes, report.worst.time.computing
+    return sizes, parts * report.worst.time.computing
 
 
 class _AttentionLengths(TorchFunctionMode):

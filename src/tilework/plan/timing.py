@@ -55,16 +55,16 @@ def _seconds(value: float) -> str:
 class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what operators of this thread compute and touch, and the time that it should take."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, clock: Callable[[], float] = float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cluster = cluster
+        self.cluster, self._clock = cluster, clock
         self.seconds = 0.0
         #: Before each call of the rank: the seconds so far.
         self.computed: list[float] = []
         #: The place of the first call, and the seconds, from which on time counts.
         self.begun = 0, 0.0
         self.operators: list[CountedOperator] = []
-        #: By operator, the seconds that it took here.
+        #: By operator, the seconds that it took here by the clock, which takes time, too.
         self.took: list[float] = []
 
     def note(self, _: PretendedCall) -> None:
@@ -78,11 +78,11 @@ class Workload(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, begun = kwargs or {}, now()
+        kwargs, begun = kwargs or {}, self._clock()
         result = func(*args, **kwargs)
         if _is_view(func):
             return result
-        self.took.append(now() - begun)
+        self.took.append(self._clock() - begun)
         flops = 0
         count = flop_registry.get(func._overloadpacket)
         if count is not None:

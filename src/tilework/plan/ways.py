@@ -36,6 +36,7 @@ class Sizes:
         blocks: The number of blocks in a row.
         in_linear: The part of parameters in linear layers.
         in_experts: The part of parameters in stacks of experts.
+        experts: The experts of a stack.
         rows: The rows of a batch.
         sequence: The length of the sequence that attention looks at; 0 without attention.
         rows_each: The rows of a rank.
@@ -52,6 +53,7 @@ class Sizes:
     in_linear: float
     rows: int
     in_experts: float = 0.0
+    experts: int = 0
     sequence: int = 0
     rows_each: int = 1
     microbatches: int = 1
@@ -194,12 +196,16 @@ def _replicated(sizes: Sizes, degree: int) -> Sizes:
 
 def _sharded(sizes: Sizes, degree: int) -> Sizes:
     sizes = _of_batch(sizes, degree)
+    # Stacks are divided between experts: fewer than ranks are padded.
+    stacks, divided = sizes.in_experts, min(degree, sizes.experts or degree)
+    left = (1 - stacks) / degree + stacks / divided
+    padded = 1 - stacks + stacks * degree / divided
     return replace(
         sizes,
-        parameters=sizes.parameters / degree,
-        states=sizes.states / degree,
-        buffers=sizes.buffers + 3 * sizes.block,
-        moved=sizes.moved + 3 * sizes.parameters * (degree - 1) / degree,
+        parameters=sizes.parameters * left,
+        states=sizes.states * left,
+        buffers=sizes.buffers + 3 * sizes.block * padded,
+        moved=sizes.moved + 3 * sizes.parameters * padded * (degree - 1) / degree,
     )
 
 
@@ -245,6 +251,7 @@ def _of_experts(sizes: Sizes, degree: int) -> Sizes:
         parameters=sizes.parameters / degree,
         states=sizes.states / degree,
         block=sizes.block * (gathered + sizes.in_experts / degree),
+        experts=sizes.experts // degree,
         moved=sizes.moved + moved,
     )
 
@@ -273,8 +280,10 @@ def _no_sequence(sizes: Sizes, degree: int) -> str:
 
 
 def _no_experts(sizes: Sizes, degree: int) -> str:
-    no = "the model has no stacks of experts, called with rows, experts and weights"
-    return _too_few_rows(sizes, degree) if sizes.in_experts else no
+    if not sizes.in_experts:
+        return "the model has no stacks of experts, called with rows, experts and weights"
+    few = f"{sizes.experts} experts are less than {degree} ranks" if degree > sizes.experts else ""
+    return few or _too_few_rows(sizes, degree)
 
 
 def _no_stages(sizes: Sizes, degree: int) -> str:
