@@ -120,10 +120,10 @@ def save(
         {'weight': tensor([1., 1.]), 'step': 3}
     """
     ranks = Ranks(group)
-    prepared = prepare_save(storage_at(path), state, ranks, options, raise_pending)
-    pretence = current_pretence()
+    storage, pretence = storage_at(path), current_pretence()
+    prepared = prepare_save(storage, state, ranks, options, raise_pending)
     if pretence is not None:  # there is nothing to write
-        pretence.saved_bytes += prepared.nbytes
+        pretence.saved[storage.location] += prepared.nbytes
         prepared.release()
         return
     told = ranks.progress(f"saving {path}", prepared.nbytes, "the disk")
@@ -202,8 +202,11 @@ def load(
     """
     ranks = Ranks(group)
     options = LoadOptions(_patterns(names), map_names, strict, verify)
+    storage, pretence = storage_at(path), current_pretence()
+    if pretence is not None and storage.location in pretence.saved:  # there is nothing to read
+        return LoadReport(into)
     with span("load a checkpoint"), ranks.progress(f"loading {path}", 0) as progress:
-        return load_into(storage_at(path), into, ranks, options, progress)
+        return load_into(storage, into, ranks, options, progress)
 
 
 @checkpoint_errors()

@@ -6,6 +6,7 @@ Groups of such a rank are made on the backend ``pretend``, at once, without a me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -113,8 +114,8 @@ class Pretence:
     job: JobValues = field(default_factory=JobValues)
     #: All calls and waits, in order.
     calls: list[PretendedCall] = field(default_factory=list)
-    #: The bytes of checkpoints that the rank would have written.
-    saved_bytes: int = 0
+    #: By place: the bytes of checkpoints that the rank would have written there.
+    saved: Counter[str] = field(default_factory=Counter)
     #: What is assumed of values that only a real run has.
     assumed: set[str] = field(default_factory=set)
     #: True once the default group was made for a program that may make it again.

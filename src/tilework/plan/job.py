@@ -210,6 +210,7 @@ class PlannedJob:
             StartCost.of(run.meetings, self.ranks),
             run.stopped,
             frozenset(run.assumed),
+            run.saved,
         )
 
     def _is_between_hosts(self, call: PretendedCall) -> bool:

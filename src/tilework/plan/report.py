@@ -85,6 +85,7 @@ class RankReport:
         start: What starting costs.
         stopped: The reason for which the rank stopped after it had left the job; "".
         assumed: What was assumed of values that only a real run has.
+        saved: The bytes of checkpoints that the rank would write.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class RankReport:
     start: StartCost = field(default_factory=StartCost)
     stopped: str = ""
     assumed: frozenset[str] = frozenset()
+    saved: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -274,7 +276,13 @@ class PlanReport:
         known = "from measured operators, without the Python of wrappers"
         note = known if self.cluster.is_measured else "an estimate: nothing was measured"
         assumed = set[str]().union(*(each.assumed for each in self.kinds))
-        return [f"times are {note}", *(f"assumed: {each}" for each in sorted(assumed))]
+        saved = max(each.saved for each in self.kinds)
+        files = (
+            f"checkpoints: {bytes_text(saved)} of a rank; to write them takes time, and ranks tell "
+            f"each other of files, which is not counted"
+        )
+        facts = [f"times are {note}", *(f"assumed: {each}" for each in sorted(assumed))]
+        return [*facts, files] if saved else facts
 
     @property
     def lacks(self) -> list[str]:

@@ -55,6 +55,8 @@ class RankRun:
     stopped: str = ""
     #: What was assumed of values that only a real run has.
     assumed: set[str] = field(default_factory=set)
+    #: The bytes of checkpoints that the rank would have written.
+    saved: int = 0
 
     def axis_of(self, call: PretendedCall) -> str:
         """The axis of a mesh along which a call runs."""
@@ -110,6 +112,7 @@ def run_rank(
                 raise
             run.stopped = str(error)
         finally:
+            run.saved = pretence.saved.total()
             run.meetings = [job.values.meetings[sizes] for sizes in pretence.meetings]
             inside = [mesh for mesh in meshes.values() if mesh.get_coordinate() is not None]
             run.meshes = [PlacedMesh.of(mesh, rank) for mesh in inside]
