@@ -65,9 +65,7 @@ def test_the_roll_is_known_without_the_store() -> None:
 
 def test_where_ranks_may_be_elsewhere_processes_here_are_not_counted(tmp_path: Path) -> None:
     class Elsewhere(FileStore):
-        @property
-        def is_of_one_host(self) -> bool:
-            return False
+        is_of_one_host = False
 
     here = RankWatch(FileStore(tmp_path / "here"), 0, 2, process_identity())
     there = RankWatch(PrefixStore("of", Elsewhere(tmp_path / "there")), 0, 2, process_identity())
