@@ -218,7 +218,7 @@ def test_copies_wait_until_replicas_are_equal() -> None:
 
 
 COMES_BACK = """
-    import os, signal, sys, torch
+    import os, signal, time, torch
     import tilework.distributed as dist
     from tests.parallel.test_diloco import *
 
@@ -236,6 +236,7 @@ COMES_BACK = """
                 os.kill(os.getpid(), signal.SIGKILL)
             outer.step()
         rounds.append(dist.get_world_size())
+        time.sleep(0.05)  # else the process that is started has no turn
 
     for number, _ in Resilient(lambda: {"outer": outer}, step).run(100_000):
         told = torch.tensor([len(rounds) > 2 and rounds[-2:] == [2, 2] and 1 in rounds])
