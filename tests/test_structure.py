@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.architecture.complexity import complexity, functions_above
+from tests.architecture.imports import tree
 from tests.check import SHARED, modules_in, own_tests
 from tests.tested_by import ROWS, guards, row_of
 
@@ -177,7 +178,7 @@ def test_no_base_name_of_a_module_stands_twice_below_a_package() -> None:
 def test_a_class_name_means_one_thing() -> None:
     homes = defaultdict(list)
     for path in sources():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(path.relative_to(PACKAGE)))
     twice = {name: paths for name, paths in homes.items() if len(paths) > 1}

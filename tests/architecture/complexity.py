@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.architecture.imports import FILES, ROOT
+from tests.architecture.imports import FILES, ROOT, tree
 
 #: The most that a function should have.
 MOST = 15
@@ -28,7 +28,7 @@ def complexity(function: ast.AST) -> int:
 def functions_above(most: int = MOST) -> Iterator[tuple[int, str]]:
     """The functions of the sources with a higher complexity, and what it is."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, _FUNCTIONS) and complexity(node) > most:
                 yield complexity(node), f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from typing import Final
 
-from tests.architecture.imports import FILES, ROOT, all_imports, layer_of, module_name
+from tests.architecture.imports import FILES, ROOT, all_imports, layer_of, module_name, tree
 
 #: By package: the modules below it ("" for the package itself). Others may import the module of a
 #: package that is missing here if the package is one file.
@@ -82,6 +82,6 @@ def _importers(face: str) -> list[Path]:
 
 def _mentioned(path: Path) -> set[str]:
     """The names that a file imports, and the attributes that the file reads."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(tree(path)))
     imported = {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
     return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}

@@ -73,6 +73,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> Iterator[Import]:
     """Every import of a file, those in functions and under ``TYPE_CHECKING`` included."""
     importer = module_name(path)
@@ -85,7 +90,7 @@ def imports_of(path: Path) -> Iterator[Import]:
             function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from visit(child, late or function)
 
-    yield from visit(ast.parse(path.read_text()), late=False)
+    yield from visit(tree(path), late=False)
 
 
 def imported_modules(node: ast.AST, path: Path) -> list[str]:

@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
-from tests.architecture.imports import FILES, ROOT
+from tests.architecture.imports import FILES, ROOT, tree
 
 #: Private attributes of torch's and Python's classes that some class here has, too.
 OF_OTHERS = {"_base", "_version", "_buffers", "_modules", "_parameters", "_load_from_state_dict"}
@@ -23,7 +23,7 @@ def foreign_private_names() -> list[str]:
     reads = []
     for path in FILES:
         package = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             for name in _defined(node):
                 homes[name].add(package)
             if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _of_self(node):

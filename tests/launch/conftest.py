@@ -73,7 +73,7 @@ class Launch:
 
     def finish(self, process: subprocess.Popen[bytes]) -> Finished:
         began = time.monotonic()
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=240)
         seconds = time.monotonic() - began
         # A stream that went elsewhere is None.
         texts = [(data or b"").decode(errors="surrogateescape") for data in (out, err)]
