@@ -273,6 +273,7 @@ def _answer(rank: int, call: Packed) -> _Answer:
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interrupt may have come instead of that
         # Operations may have run on some ranks and not on others.
         abort_groups(f"rank {rank} was interrupted: destroy_process_group(), then init again")
         return _Answer(None, describe(error, 1))
