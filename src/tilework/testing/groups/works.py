@@ -186,68 +186,44 @@ class MethodSuite(GroupSuite):
         assert group.name() == group.getBackendName() == dist.get_backend()
 
     @on_ranks(2)
-    def test_allreduce(self, rank: int) -> None:
-        tensor = mine(rank)
-        here().allreduce([tensor]).wait()
-        assert_same(tensor, folded("SUM", [mine(r) for r in range(2)]))
-        tensor = mine(rank)
-        here().allreduce([tensor], dist.Options(reduceOp=dist.ReduceOp.MAX)).wait()
-        assert_same(tensor, folded("MAX", [mine(r) for r in range(2)]))
+    def test_collectives_by_default(self, rank: int) -> None:
+        group, both, tensor = here(), torch.stack([mine(0, 8), mine(1, 8)]), mine(rank, 8)
+        total, halves = folded("SUM", list(both)), [each.chunk(2)[rank] for each in both]
+        outputs, part, single = torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(8)
+        group.allgather([list(outputs)], [tensor]).wait()
+        assert_same(outputs, both)
+        group.allgather_into_tensor(outputs.zero_(), tensor).wait()
+        assert_same(outputs, both)
+        group.reduce_scatter([part[0]], [list(tensor.chunk(2))]).wait()
+        group.reduce_scatter_tensor(part[1], tensor).wait()
+        assert_same(part, torch.stack([total.chunk(2)[rank]] * 2))
+        group.alltoall(list(part), list(tensor.chunk(2))).wait()
+        assert_same(part, torch.stack(halves))
+        for splits in ([], [4, 4]):
+            group.alltoall_single(single.zero_(), tensor, splits, splits).wait()
+            assert_same(single, torch.cat(halves))
+        listed = [[outputs[0], part[0]], [outputs[1], part[1]]]
+        group.allgather_coalesced(listed, [tensor, tensor[:4]]).wait()
+        assert_same(part, both[:, :4])
+        group.allreduce([tensor]).wait()
+        assert_same(tensor, total)
+        group.allreduce_coalesced([tensor]).wait()
+        assert_same(tensor, 2 * total)
 
     @on_ranks(2)
-    def test_broadcast_and_reduce(self, rank: int) -> None:
-        news = mine(rank)
-        here().broadcast([news], dist.Options(rootRank=1)).wait()
-        assert_same(news, mine(1))
-        tensor = mine(rank)
-        here().reduce([tensor], dist.Options(rootRank=1)).wait()
+    def test_collectives_with_options(self, rank: int) -> None:
+        group, root = here(), dist.Options(rootRank=1)
+        tensor, everyone = mine(rank), [torch.zeros(4), torch.zeros(4)]
+        group.gather([everyone] if rank == 1 else [], [tensor], root).wait()
+        group.scatter([tensor], [everyone] if rank == 1 else [], root).wait()
+        assert_same(tensor, mine(rank))
+        group.reduce([tensor], root).wait()
         assert_same(tensor, folded("SUM", [mine(0), mine(1)]) if rank == 1 else mine(0))
-
-    @on_ranks(2)
-    def test_gathering(self, rank: int) -> None:
-        outputs = [torch.zeros(4), torch.zeros(4)]
-        here().allgather([outputs], [mine(rank)]).wait()
-        into = torch.zeros(8)
-        here().allgather_into_tensor(into, mine(rank)).wait()
-        assert_same(into, torch.cat([mine(0), mine(1)]))
-        assert_same(into, torch.cat(outputs))
-        opts = dist.Options(rootRank=1)
-        at_root = [[torch.zeros(4), torch.zeros(4)]] if rank == 1 else []
-        here().gather(at_root, [mine(rank)], opts).wait()
-        if rank == 1:
-            assert_same(torch.cat(at_root[0]), into)
-
-    @on_ranks(2)
-    def test_scattering(self, rank: int) -> None:
-        tensor = torch.zeros(4)
-        opts = dist.Options(rootRank=1)
-        here().scatter([tensor], [[mine(5), mine(6)]] if rank == 1 else [], opts).wait()
-        assert_same(tensor, mine(5 + rank))
-        here().reduce_scatter([tensor], [[mine(rank), mine(rank + 1)]]).wait()
-        assert_same(tensor, folded("SUM", [mine(rank), mine(rank + 1)]))
-        here().reduce_scatter_tensor(tensor, mine(rank, 8)).wait()
-        total = folded("SUM", [mine(r, 8) for r in range(2)])
-        assert_same(tensor, total.chunk(2)[rank])
-
-    @on_ranks(2)
-    def test_exchanging(self, rank: int) -> None:
-        outputs = [torch.zeros(4), torch.zeros(4)]
-        here().alltoall(outputs, [mine(10 * rank), mine(10 * rank + 1)]).wait()
-        assert_same(outputs[1 - rank], mine(10 * (1 - rank) + rank))
-        single = torch.zeros(8)
-        here().alltoall_single(single, mine(rank, 8), [], []).wait()
-        assert_same(single, torch.cat([mine(r, 8).chunk(2)[rank] for r in range(2)]))
-        here().alltoall_single(single, mine(rank, 8), [4, 4], [4, 4]).wait()
-        assert_same(single, torch.cat([mine(r, 8).chunk(2)[rank] for r in range(2)]))
-
-    @on_ranks(2)
-    def test_coalesced(self, rank: int) -> None:
-        tensors = [mine(rank), mine(rank, 2, 3)]
-        here().allreduce_coalesced(tensors).wait()
-        assert_same(tensors[1], folded("SUM", [mine(r, 2, 3) for r in range(2)]))
-        outputs = [[torch.zeros(4), torch.zeros(2)] for _ in range(2)]
-        here().allgather_coalesced(outputs, [mine(rank), mine(rank, 2)]).wait()
-        assert_same(outputs[1][1], mine(1, 2))
+        group.broadcast([tensor], root).wait()
+        assert_same(tensor, folded("SUM", [mine(0), mine(1)]))
+        tensor = mine(rank)
+        group.allreduce([tensor], dist.Options(reduceOp=dist.ReduceOp.MAX)).wait()
+        assert_same(tensor, folded("MAX", [mine(0), mine(1)]))
 
     @on_ranks(2)
     def test_messages(self, rank: int) -> None:
