@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs
 from tilework.comm.backends.tensor_memory import unseen
+from tilework.comm.flight.history import named
 from tilework.comm.forms import Operation
 
 #: Seconds that ``close`` waits for the operation in flight to end.
@@ -178,6 +179,12 @@ class PythonEngine(ABC):
         return {"operations": self._entered}
 
     # -- the end -------------------------------------------------------------------------
+
+    def late_fault(self, late: Sequence[int], limit: float) -> Fault:
+        """The fault of an operation that ranks ``late`` did not enter."""
+        who = named([self._global_ranks[rank] for rank in late]) if late else "a rank"
+        text = f"{who} did not enter the operation within {limit:g} s"
+        return Fault("timeout", tuple(late), text)
 
     def check_open(self) -> None:
         """Raise Fault if this rank left, if the group was aborted, or if an operation failed."""

@@ -83,7 +83,7 @@ class MeetingEngine(PythonEngine):
         self._messages = PointToPoint(self, self.matches_tags)
         self._changed = threading.Condition()
         self._performed = 0
-        self._deadline = 0.0
+        self._deadline = self._limit = 0.0
         self._sent_bytes = 0
         #: The last headers of all ranks, and the number of the operation.
         self._met = (0, b"")
@@ -112,7 +112,8 @@ class MeetingEngine(PythonEngine):
     def begin(self, operation: Operation) -> None:
         """Start the clock of ``operation``. Raise Fault unless the group is open."""
         self.check_open()
-        self._deadline = time.monotonic() + operation.timeout
+        self._limit = operation.timeout
+        self._deadline = time.monotonic() + self._limit
         self._performed += 1
 
     def meet(self, operation: Operation) -> None:
@@ -140,7 +141,7 @@ class MeetingEngine(PythonEngine):
             except self._shm.fault_type as fault:
                 kind, ranks, detail = self._from_local(fault.args)
                 if kind == "timeout" and hosts.others:
-                    ranks = self._absent(ranks)
+                    raise self.late_fault(self._absent(ranks), self._limit) from None
                 raise Fault(kind, ranks, detail) from None
         if not hosts.others:
             return here
@@ -170,7 +171,7 @@ class MeetingEngine(PythonEngine):
 
     def _await_headers(self, host: int, memory: memoryview) -> None:
         """Fill ``memory`` with the headers of ``host``; raise Fault if a rank is lost or late."""
-        line, begun = self._leaders[host], time.monotonic()
+        line = self._leaders[host]
         lost_at: float | None = None
         while memory:
             self.check_open()
@@ -189,7 +190,7 @@ class MeetingEngine(PythonEngine):
                 self.check_open()  # if the group ended first, raises that
                 raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
             if memory and now > self._deadline:
-                raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
+                raise self.late_fault(self._absent(()), self._limit)
 
     def _lost(self, leader: int) -> list[int]:
         """The ranks whose loss ends the wait for ``leader``: it, or ranks that died before."""

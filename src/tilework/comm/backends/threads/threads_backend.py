@@ -222,16 +222,15 @@ class ThreadsEngine(PythonEngine):
     # -- collectives ---------------------------------------------------------------------
 
     def perform(self, operation: Operation) -> None:
-        deadline = time.monotonic() + operation.timeout
         self._performed += 1
         try:
-            error = self._meet(operation, deadline)
+            error = self._meet(operation)
         finally:
             self._meeting = None
         if error is not None:
             raise copy.copy(error)
 
-    def _meet(self, operation: Operation, deadline: float) -> Exception | None:
+    def _meet(self, operation: Operation) -> Exception | None:
         """Bring this rank's operation to the meeting; return the error once all is done."""
         hub, number = self.hub, self._performed
         header = header_of(operation, self.rank, self.size)
@@ -242,7 +241,7 @@ class ThreadsEngine(PythonEngine):
             meeting.calls[self.rank] = operation, header
             hub.entered[self.rank] = f"#{number} {operation.title or operation.kind}"
             if None in meeting.calls:
-                self._await_end(meeting, deadline)
+                self._await_end(meeting, operation.timeout)
                 return meeting.error
         meeting.run()
         with hub.lock:
@@ -251,14 +250,14 @@ class ThreadsEngine(PythonEngine):
             meeting.changed.notify_all()
         return meeting.error
 
-    def _await_end(self, meeting: _Meeting, deadline: float) -> None:
+    def _await_end(self, meeting: _Meeting, limit: float) -> None:
         """Wait until the meeting is over; the caller holds the hub's lock. Raise Fault if the group
-        is aborted or closed, if a rank that has not come is lost, or at ``deadline``.
+        is aborted or closed, if a rank that has not come is lost, or after ``limit`` seconds.
         """
         hub, start = self.hub, time.monotonic()
         try:
             while not meeting.is_over:
-                left = deadline - time.monotonic()
+                left = start + limit - time.monotonic()
                 awaited = meeting.missing()
                 if not awaited:  # the last rank writes to this rank's tensors
                     left += _COPY_SECONDS
@@ -266,8 +265,7 @@ class ThreadsEngine(PythonEngine):
                     self.check_open()
                     self._check_lost(awaited)
                 if left <= 0:
-                    waited = time.monotonic() - start
-                    raise Fault("timeout", tuple(awaited), f"waited {waited:.1f} s")
+                    raise self.late_fault(awaited, limit)
                 meeting.changed.wait(min(left, hub.look_seconds))
                 hub.lock.release()  # a look may abort this group
                 try:
