@@ -330,15 +330,22 @@ class TimeoutSuite(GroupSuite):
             lambda g: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=g),
             lambda g: dist.all_to_all_single(torch.ones(2), torch.ones(2), group=g),
             lambda g: dist.recv(torch.ones(1), src=1, group=g),
-            lambda g: dist.recv(torch.ones(1), group=g),
         ]
         for call in calls:
             group = brief_group(timedelta(milliseconds=200))
             if rank == 0:
                 error = failure_of(functools.partial(call, inside(group)))
                 assert error.kind is CollectiveTimeoutError
-                assert error.ranks == (1,) or call is calls[-1]  # from any rank
+                assert error.ranks == (1,)
             dist.barrier()
+
+    @on_ranks(2)
+    def test_recv_from_any_has_a_timeout(self, rank: int) -> None:
+        group = brief_group(timedelta(milliseconds=200))
+        if rank == 0:
+            error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
+            assert error.kind is CollectiveTimeoutError
+        dist.barrier()
 
     @on_ranks(2)
     def test_asynchronous_operations_time_out_too(self, rank: int) -> None:
