@@ -21,10 +21,12 @@ import torch
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import SeenError, join
+from tests.limits import PROMPTLY
+from tests.store.client_process import process
 from tests.tables import pairs
 from tests.warm_python import run_warm
 from tilework.comm.making import group_plan
-from tilework.errors import CollectiveMismatchError, DistError, PeerLostError
+from tilework.errors import CollectiveMismatchError, DistError, DistNetworkError, PeerLostError
 
 LIMIT = timedelta(minutes=5)
 #: The function by which a group is made once all have met.
@@ -239,6 +241,44 @@ def test_a_spawned_rank_that_ends_in_order(spawner: str, phase: str, tmp_path: P
     done = run_warm(str(program), spawner, str(tmp_path), port, phase, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "survivor").read_text() == ("(0,)" if phase == "before" else "(1,)")
+
+
+@pytest.mark.parametrize("awaited", [2, 3])
+def test_a_store_that_dies_while_ranks_meet_is_named(awaited: int) -> None:
+    """Rank 2 does not come to a further group, or rank 3 not to the first."""
+    program = """
+        server = StoreServer.listen_tcp("127.0.0.1", 0)
+        server.start()
+        print(server.port, flush=True)
+        time.sleep(60)
+    """
+    with process(program) as server:
+        port = int(server.line())
+
+        def story(rank: int, say: Say) -> None:
+            store = dist.TCPStore("127.0.0.1", port)
+            say("ready")
+            if awaited == 3:
+                say(seen(lambda: init(rank, 4, store, "gloo")))
+                return
+            init(rank, 3, store, "gloo")
+            say("met")
+            time.sleep(60 * (rank == awaited))
+            say(seen(dist.new_group))
+
+        with ForkedRanks(3, story) as ranks:
+            for heard in [rank.hear() for rank in [*ranks] * (4 - awaited)]:
+                assert heard in ("ready", "met")
+            time.sleep(0.3)
+            died = time.monotonic()
+            server.kill()
+            for rank in [*ranks][:awaited]:
+                heard = rank.hear()
+                assert heard.kind is DistNetworkError
+                assert heard.when - died < PROMPTLY
+                assert "the store server at 127.0.0.1" in heard.text
+            for rank in ranks:
+                rank.kill()
 
 
 @pytest.mark.parametrize("end", ENDS)
