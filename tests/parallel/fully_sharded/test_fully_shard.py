@@ -599,7 +599,7 @@ def test_full_parameters_are_there_while_they_are_needed(monkeypatch: Any) -> No
 def test_collectives_of_each_module_and_way(
     together: int, first: int, later: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small modules are gathered together, in forward once the order of the modules is known."""
+    """Small modules travel together, in forward once the order of the modules is known."""
 
     def program(rank: int) -> list[int]:
         model = shard_all(seeded())
@@ -613,8 +613,9 @@ def test_collectives_of_each_module_and_way(
         return [after - before for before, after in itertools.pairwise(counts)]
 
     monkeypatch.setattr(unit, "TOGETHER_BYTES", together)
-    # Three blocks and the rest are gathered; the blocks again in backward, and all are reduced.
-    assert run_ranks(2, program) == [[4, first + 4, later, first + 4]] * 2
+    # Three blocks and the rest are gathered; the blocks again in backward, and all are reduced:
+    # those together that one message of forward brought.
+    assert run_ranks(2, program) == [[4, first + 4, later, first + later]] * 2
 
 
 def test_a_module_that_forward_writes_to_after_it_was_gathered_ahead() -> None:

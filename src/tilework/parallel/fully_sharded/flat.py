@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,14 +99,32 @@ class Row:
         return rows.split_with_sizes(self._sizes, 1)
 
     def pairs(
-        self, columns: Sequence[Tensor], fulls: Sequence[Tensor | None]
+        self, columns: Sequence[Tensor], fulls: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Views of the same elements: of the columns, and of full tensors (None: left out)."""
+        """Views of the same elements: of the columns, and of full tensors."""
         found: list[tuple[Tensor, Tensor]] = []
         for param, full, shards in zip(self.params, fulls, columns, strict=True):
-            if full is not None:
-                found += param.shards_and_parts(shards, full)
+            found += param.shards_and_parts(shards, full)
         return found
+
+
+class Message:
+    """A collective under way; then parts of what it brings are copied to full tensors."""
+
+    def __init__(self, work: Work | None) -> None:
+        self._work = work
+        #: Views of the same elements: of what the message brings, and of full tensors.
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def finish(self) -> None:
+        """Wait, then fill the full tensors. Idempotent."""
+        if self._work is not None:
+            self._work.wait()
+        if self.pairs:
+            with torch.no_grad():
+                columns, fulls = zip(*self.pairs, strict=True)
+                torch._foreach_copy_(fulls, columns)
+        self._work, self.pairs = None, []
 
 
 class Gathering:
@@ -118,23 +136,17 @@ class Gathering:
         self._params, self._offsets = flat.params, flat.offsets
         self.begin = address_of(self.block)
         self.end = self.begin + self.block.nbytes
-        self.works: list[Work | None] = []
-        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.messages: list[Message] = []
 
     def param_at(self, offset: int) -> ShardedParam:
         """The parameter whose full tensor has the element at ``offset`` of the block."""
         return self._params[bisect_right(self._offsets, offset) - 1]
 
     def finish(self) -> None:
-        """Wait for the messages of :func:`gather`, then fill the full tensors. Idempotent."""
-        for work in self.works:
-            if work is not None:
-                work.wait()
-        if self.pairs:
-            with torch.no_grad():
-                columns, fulls = zip(*self.pairs, strict=True)
-                torch._foreach_copy_(fulls, columns)
-        self.works, self.pairs = [], []
+        """Wait for the messages of :func:`gather`, which fill the full tensors. Idempotent."""
+        for message in self.messages:
+            message.finish()
+        self.messages = []
 
 
 class Flat:
@@ -254,57 +266,17 @@ class Flat:
         """The dtype in which gradients are reduced that the program gave a dtype, or none."""
         return self._reduce_dtype or grad_dtype or self.compute_dtype
 
-    @torch.no_grad()
-    def reduce(
-        self,
-        params: Sequence[ShardedParam],
-        grad_dtypes: Sequence[torch.dtype | None],
-        grads: Sequence[Tensor | None],
-        how: Reduction,
-    ) -> list[Tensor | None]:
-        """This rank's shards of averages; None: no rank has a gradient. Collective; blocks."""
-        dtype = self.reduce_dtype(grad_dtypes[0])
-        alone, others, row = self._rows_of_grads(tuple(params))
-        results: list[Any] = [None] * len(params)
-        for at in alone:
-            results[at] = self._reduce_alone(params[at], grads[at], dtype, how)
-        rows = torch.zeros(self.ranks, row.numel + len(params), dtype=dtype, device=self.device)
-        *columns, marks = row.split(rows)
-        if pairs := row.pairs(columns, [grads[at] for at in others]):
-            parts, shards = zip(*pairs, strict=True)
-            torch._foreach_copy_(parts, shards)
-        lacks = [grad is None for grad in grads]
-        marks.copy_(1.0 - rows.new_tensor(lacks)) if any(lacks) else marks.fill_(1.0)
-        reduced = self._reduce(rows.view(-1), rows.shape[1], how, row.numel)
-        for at, shard in zip(others, row.mine.views(reduced), strict=True):
-            results[at] = shard
-        used = [not lack for lack in lacks]
-        if any(lacks) and not reduced.is_meta:  # else each rank is as this rank
-            used = (reduced[row.numel :] > 0).tolist()
-        return [
-            shard.to(grad_dtype or self.dtype) if has_grad else None
-            for shard, grad_dtype, has_grad in zip(results, grad_dtypes, used, strict=True)
-        ]
-
-    def _rows_of_grads(self, params: tuple[ShardedParam, ...]) -> tuple[list[int], list[int], Row]:
+    def row_of_grads(self, gradients: Sequence[Gradient]) -> tuple[list[int], list[int], Row]:
         """The places reduced alone, the others, and their row, with a mark for each gradient."""
+        params = tuple(each.param for each in gradients)
         if self._reduced is None or self._reduced[0] != params:
-            places = range(len(params))
-            alone = [at for at in places if self._is_direct(params[at])]
-            others = [at for at in places if not self._is_direct(params[at])]
+            kinds = [each.flat._is_direct(each.param) for each in gradients]
+            others = [at for at, is_direct in enumerate(kinds) if not is_direct]
             row = self._row([params[at] for at in others], len(params))
-            self._reduced = params, (alone, others, row)
+            self._reduced = params, ([at for at, own in enumerate(kinds) if own], others, row)
         return self._reduced[1]
 
-    def _reduce_alone(
-        self, param: ShardedParam, grad: Tensor | None, dtype: torch.dtype, how: Reduction
-    ) -> Tensor:
-        if grad is None:
-            grad = torch.zeros(param.shape, dtype=self.compute_dtype, device=self.device)
-        contribution = grad.to(dtype).contiguous()
-        return self._reduce(contribution.view(-1), param.padded, how).view(param.shard_shapes[0])
-
-    def _reduce(
+    def send_back(
         self, contributions: Tensor, numel: int, how: Reduction, grads: int | None = None
     ) -> Tensor:
         reduced, ranks = contributions.new_empty(numel), self.ranks
@@ -321,27 +293,73 @@ class Flat:
         return reduced
 
 
+class Gradient(NamedTuple):
+    """A gradient of a full parameter, to reduce to that of a shard, which gets the ``dtype``."""
+
+    flat: Flat
+    param: ShardedParam
+    dtype: torch.dtype | None
+    grad: Tensor | None
+
+    def contribution(self, dtype: torch.dtype) -> Tensor:
+        """The gradient in ``dtype``, contiguous; zeros for none."""
+        if self.grad is None:
+            return torch.zeros(self.param.shape, dtype=dtype, device=self.flat.device)
+        return self.grad.to(dtype).contiguous()
+
+
+@torch.no_grad()
+def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]:
+    """This rank's shards of averages; None: no rank has a gradient. Collective; blocks.
+
+    The gradients of several flats have the same groups and dtype of reduction.
+    """
+    first, ranks = gradients[0].flat, gradients[0].flat.ranks
+    dtype = first.reduce_dtype(gradients[0].dtype)
+    alone, others, row = first.row_of_grads(gradients)
+    results: list[Any] = [None] * len(gradients)
+    for at in alone:
+        param, whole = gradients[at].param, gradients[at].contribution(dtype)
+        shard = first.send_back(whole.view(-1), param.padded, how)
+        results[at] = shard.view(param.shard_shapes[0])
+    used = [each.grad is not None for each in gradients]
+    parts = [gradients[at].param.by_rank(gradients[at].contribution(dtype)) for at in others]
+    marks = torch.ones(ranks, len(used), dtype=dtype, device=first.device)
+    if not all(used):
+        marks *= marks.new_tensor(used)
+    rows = torch._chunk_cat([*filter(Tensor.numel, parts), marks], 0, ranks)
+    reduced = first.send_back(rows.view(-1), rows.shape[1], how, row.numel)
+    for at, shard in zip(others, row.mine.views(reduced), strict=True):
+        results[at] = shard
+    if not all(used) and not reduced.is_meta:  # else each rank is as this rank
+        used = (reduced[row.numel :] > 0).tolist()
+    return [
+        shard.to(each.dtype or each.flat.dtype) if has_grad else None
+        for shard, each, has_grad in zip(results, gradients, used, strict=True)
+    ]
+
+
 @torch.no_grad()
 def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
     """Start to gather the buffers' full parameters, small rows in a common message. Collective."""
     gatherings = [Gathering(flat) for flat in flats]
-    messages: dict[Any, list[tuple[Flat, Gathering, int]]] = {}
+    rows_of: dict[Any, list[tuple[Flat, Gathering, int]]] = {}
     for flat, gathering in zip(flats, gatherings, strict=True):
         for full, mine in flat.direct(gathering.fulls):
-            gathering.works.append(flat.send(full, mine, async_op))
+            gathering.messages.append(Message(flat.send(full, mine, async_op)))
         for at, row in enumerate(flat.rows):
             is_large = row.numel * flat.compute_dtype.itemsize >= DIRECT_BYTES
             key = row if is_large else (flat.compute_dtype, flat.device, flat.shard_group)
-            messages.setdefault(key, []).append((flat, gathering, at))
-    for message in messages.values():
-        sent = [flat.own_row(at) for flat, _, at in message]
+            rows_of.setdefault(key, []).append((flat, gathering, at))
+    for alike in rows_of.values():
+        sent = [flat.own_row(at) for flat, _, at in alike]
         mine = sent[0] if len(sent) == 1 else torch.cat(sent)
-        rows = mine.new_empty(message[0][0].ranks, mine.numel())
-        work = message[0][0].send(rows.view(-1), mine, async_op)
+        rows = mine.new_empty(alike[0][0].ranks, mine.numel())
+        message = Message(alike[0][0].send(rows.view(-1), mine, async_op))
         parts = rows.split_with_sizes([each.numel() for each in sent], 1)
-        for (flat, gathering, at), part in zip(message, parts, strict=True):
-            gathering.works.append(work)
-            gathering.pairs += flat.pairs(at, part, gathering)
+        for (flat, gathering, at), part in zip(alike, parts, strict=True):
+            gathering.messages.append(message)
+            message.pairs += flat.pairs(at, part, gathering)
     return gatherings
 
 

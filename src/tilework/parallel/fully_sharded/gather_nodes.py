@@ -1,9 +1,9 @@
 """The place of gathered parameters in autograd's graph.
 
-The full tensors of a module are results of one node, :class:`GatherParameters`, whose inputs are
-the shards: leaves of the graph. Thus autograd knows when all gradients of the module are there,
-which parameters a pass did not use, which were frozen, and which hooks a shard has. The node's
-backward reduces the full gradients to gradients of the shards.
+The full tensors of a module, or of small modules that were gathered together, are results of one
+node, :class:`GatherParameters`, whose inputs are the shards: leaves of the graph. Thus autograd
+knows when all these gradients are there, which parameters a pass did not use, which were frozen,
+and which hooks a shard has. The node's backward reduces the full gradients to those of the shards.
 
 Full tensors that operators save for backward are not kept: :class:`Saved` stands for each, and
 gathers again when backward asks for it, whichever way backward got there.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from tilework.comm.per_call.internal import address_of
-from tilework.dtensor.internal import torch_apply
+from tilework.dtensor.internal import torch_apply, wrap
 
 if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.flat import Gathering
@@ -31,8 +31,6 @@ _autograd: Any = torch._C._autograd
 
 #: Reduces gradients of full tensors to gradients of shards; None where no rank has a gradient.
 Reduce = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tensor | None]]
-#: Full tensors of the shards of some parameters.
-GatherAgain = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tensor | None]]
 
 
 class GatherParameters(torch.autograd.Function):
@@ -43,13 +41,13 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ends: tuple[Reduce, GatherAgain],
+        reduce: Reduce,
         params: Sequence[ShardedParam],
         fulls: Sequence[Tensor],
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         """The tensors ``fulls``, already gathered."""
-        ctx.ends, ctx.params = ends, params
+        ctx.reduce, ctx.params = reduce, params
         ctx.set_materialize_grads(False)
         results = tuple(full.detach() for full in fulls)
         for param, result in zip(params, results, strict=True):
@@ -61,9 +59,9 @@ class GatherParameters(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gradients of the shards."""
         if torch.is_grad_enabled():  # create_graph: the reduction is in the new graph
-            shards = AverageToShards.apply(ctx.ends, ctx.params, *grads)  # type: ignore[no-untyped-call]
+            shards = AverageToShards.apply(ctx.reduce, ctx.params, *grads)  # type: ignore[no-untyped-call]
         else:
-            shards = ctx.ends[0](ctx.params, grads)
+            shards = ctx.reduce(ctx.params, grads)
         return None, None, None, *shards
 
 
@@ -73,19 +71,32 @@ class AverageToShards(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ends: tuple[Reduce, GatherAgain],
+        reduce: Reduce,
         params: Sequence[ShardedParam],
         *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The shards of the averages."""
-        ctx.ends, ctx.params = ends, params
+        ctx.reduce, ctx.params = reduce, params
         ctx.set_materialize_grads(False)
-        return tuple(ends[0](params, grads))
+        return tuple(reduce(params, grads))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gathered gradients."""
-        return None, None, *ctx.ends[1](ctx.params, grads)
+        return None, None, *_gather_again(ctx.params, grads)
+
+
+def _gather_again(
+    params: Sequence[ShardedParam], shards: Sequence[Tensor | None]
+) -> Iterator[Tensor]:
+    """Gather tensors that are sharded as ``params`` are to full tensors. Collective."""
+    for param, shard in zip(params, shards, strict=True):
+        value = shard
+        if value is None:
+            value = torch.zeros_like(param.local, dtype=param.grad_dtype)
+        whole = wrap(value.detach(), param.spec).full_tensor()
+        tensor_parallel = param.tensor_parallel
+        yield whole if tensor_parallel is None else tensor_parallel.local_part(whole)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

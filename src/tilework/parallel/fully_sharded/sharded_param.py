@@ -76,6 +76,15 @@ class ShardedParam:
         shape = self.shard_shapes[rank]
         return row[offset : offset + math.prod(shape)].view(shape)
 
+    def by_rank(self, full: Tensor) -> Tensor:
+        """A tensor that, cut into as many chunks of dim 0 as there are ranks, is all shards."""
+        if not self.dim:
+            return full
+        rows = full.new_zeros(len(self.sizes), self.padded)
+        for shard, part in self.shards_and_parts(rows, full):
+            shard.copy_(part)
+        return rows
+
     def shards_and_parts(self, shards: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of views of the same elements: in all ranks' padded shards, and in the tensor."""
         ranks = len(self.sizes)

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Literal
 
@@ -38,7 +38,6 @@ from tilework.comm.provenance_digest import OF_A_UNIT, carrying
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import (
     DTensorSpec,
-    call_counts_of,
     carried,
     defer_grad,
     deferred_grad,
@@ -49,15 +48,16 @@ from tilework.dtensor.internal import (
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.arguments import cast_floats
+from tilework.parallel.data_parallel.leaves import grad_dtype_of
 from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering, gather
 from tilework.parallel.fully_sharded.gather_nodes import (
-    GatherParameters,
     can_save,
     outside_transforms,
     saving,
 )
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpose, Reduction
+from tilework.parallel.fully_sharded.reducing import Gradients, Made, Node, reduced
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit, take_over
 
@@ -75,17 +75,24 @@ Phase = Literal["sharded", "gathering", "gathered"]
 class GatheredParameters:
     """Full parameters of a unit, and the shards that they were gathered from."""
 
-    def __init__(self, parts: list[Gathering], version: int, flats: list[Flat]) -> None:
+    def __init__(
+        self, parts: list[Gathering], version: int, flats: list[Flat], together: list[Unit]
+    ) -> None:
         self.parts, self.version, self.flats = parts, version, flats
+        #: The units that were gathered in a common message.
+        self.together = together
         self.is_ready = False
         #: The forward pass that has compared the shards; None: no pass has.
         self.seen_by: Any = _running.run
+        #: Made by the forward of another unit for this one too, whose forward takes it.
+        self.made: Made | None = None
 
     def finish(self) -> None:
         """Wait until the full parameters are in memory."""
-        for part in self.parts:
-            part.finish()
-        self.is_ready = True
+        if not self.is_ready:
+            for part in self.parts:
+                part.finish()
+            self.is_ready = True
 
     @property
     def fulls(self) -> Iterable[tuple[ShardedParam, Tensor]]:
@@ -275,6 +282,11 @@ class Unit:
     def _version(self) -> int:
         return sum([param.local._version for param in self.params])
 
+    def trained(self) -> list[tuple[int, bool, Any]]:
+        """The shards now: the address of each, with the facts that decide on a gradient."""
+        every = [param.local for param in self.params]
+        return [(id(each), each.requires_grad, grad_dtype_of(each)) for each in every]
+
     # -- phases ------------------------------------------------------------------------------
 
     def start_gather(self, async_op: bool = True, after: Iterable[Unit] = ()) -> None:
@@ -323,7 +335,11 @@ class Unit:
                 f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
             )
 
-    def _digest(self, *numbers: int) -> int:
+    def text_with(self, more: int) -> str:
+        """The unit's name, and the number of small units that travel with it."""
+        return f"{self._text} with {more} small units after it" if more else self._text
+
+    def digest(self, *numbers: int) -> int:
         """A digest of ``numbers`` and of the unit's parameters."""
         return hash(
             (self._known_as, *numbers, *[digest_of(param.sharded) for param in self.params])
@@ -342,16 +358,9 @@ class Unit:
         """Let attribute access find the full parameters, with a new node in the graph. Local."""
         assert self._gathered is not None
         pairs = list(self._gathered.fulls)
-        values: dict[int, Any] = {}
-        if torch.is_grad_enabled():
-            trained = [(p, full, local) for p, full in pairs if (local := p.local).requires_grad]
-            if trained:
-                params, fulls, shards = zip(*trained, strict=True)
-                ends = (partial(self._reduce_trained, self._gathered.flats), self._gather_again)
-                made = GatherParameters.apply(ends, params, fulls, *shards)
-                values = dict(zip(map(id, params), made, strict=True))
+        results = self._results(self._gathered) if torch.is_grad_enabled() else {}
         for param, full in pairs:
-            value = values.get(id(param))
+            value: Any = results.pop(id(param), None)
             if value is None:
                 value = full.detach()
             if param.tensor_parallel is not None:
@@ -364,6 +373,27 @@ class Unit:
         self._installed, self._task = [p for p, _ in pairs], torch._C._current_graph_task_id()
         self._written = self._writes()
         self._show_recurrent()
+
+    def _results(self, gathered: GatheredParameters) -> dict[int, Tensor]:
+        """Full parameters as results of a node, perhaps with those of units that come next."""
+        made = gathered.made
+        if made is None or made.node.run is not _running.run or made.shards != self.trained():
+            in_backward = torch._C._current_graph_task_id() != -1
+            after = [] if in_backward else gathered.together
+            Node([(self, gathered), *chain.from_iterable(map(self._waiting, after))], _running.run)
+            made = gathered.made
+        assert made is not None
+        gathered.made = None
+        made.node.users.add(self)
+        return made.results
+
+    def _waiting(self, unit: Unit) -> Iterator[tuple[Unit, GatheredParameters]]:
+        """A ``unit`` gathered with this one, if no node is there for the forward to come."""
+        mine, own = self._gathered, unit._gathered
+        if mine is None or own is None or own is mine or own.together is not mine.together:
+            return
+        if not unit._installed and (own.made is None or own.made.node.run is not _running.run):
+            yield unit, own
 
     def _writes(self) -> list[int]:
         """For each of the flats, the number of writes to the full parameters that torch counts."""
@@ -603,77 +633,21 @@ class Unit:
             if use is not None:
                 use.forget()
 
-    def _reduce_trained(
-        self,
-        flats: Sequence[Flat],
-        params: Sequence[ShardedParam],
-        grads: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """Call :meth:`_reduce` for trained parameters; None for frozen parameters."""
-        if all(param.local.requires_grad for param in params):
-            return self._reduce(flats, params, grads)
-        trained = [pair for pair in zip(params, grads, strict=True) if pair[0].local.requires_grad]
-        shards = self._reduce(flats, [p for p, _ in trained], [grad for _, grad in trained])
-        by_param = dict(zip([id(p) for p, _ in trained], shards, strict=True))
-        return [by_param.get(id(param)) for param in params]
+    # -- gradients that wait -----------------------------------------------------------------
 
-    def _reduce(
-        self,
-        flats: Sequence[Flat],
-        params: Sequence[ShardedParam],
-        grads: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """Reduce gradients of full parameters to gradients of this rank's shards. Collective."""
+    def due(self, pairs: Sequence[tuple[ShardedParam, Tensor | None]]) -> dict[int, Tensor | None]:
+        """The gradients to reduce, by id of the parameter; empty if they are to wait. Local."""
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
             self._release()
         if self._deferred:
-            grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
+            pairs = [(param, self._with_deferred(param, grad)) for param, grad in pairs]
         how = self.reduction
-        if not (how.is_due and (how.reduces_replicas or self.owner.replicate_group is None)):
-            self._defer(params, grads)
-            return [None] * len(params)
-        grad_of = dict(zip(map(id, params), grads, strict=True))
-        shards: dict[int, Tensor | None] = {}
-        for flat in flats:
-            kinds: dict[torch.dtype, list[tuple[ShardedParam, torch.dtype | None]]] = {}
-            for param in flat.params:
-                if id(param) in grad_of:
-                    dtype = param.grad_dtype
-                    kinds.setdefault(flat.reduce_dtype(dtype), []).append((param, dtype))
-            for pairs in kinds.values():
-                mine, dtypes = zip(*pairs, strict=True)
-                passes = call_counts_of(mine[0].spec.mesh).passes
-                what = Purpose(f"the gradients of {self._text} {OF_A_UNIT} backward")
-                with carrying(carried(self._digest(passes)), what):
-                    grads = [grad_of[id(param)] for param in mine]
-                    reduced = flat.reduce(mine, dtypes, grads, self.reduction)
-                for param in mine:
-                    call_counts_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
-                shards.update(zip(map(id, mine), reduced, strict=True))
-        return [shards[id(param)] for param in params]
-
-    def _gather_again(
-        self, params: Sequence[ShardedParam], shards: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Gather tensors that are sharded as ``params`` are to full tensors. Collective."""
-        results = []
-        for param, shard in zip(params, shards, strict=True):
-            value = shard
-            if value is None:
-                value = torch.zeros_like(param.local, dtype=param.grad_dtype)
-            whole = wrap(value.detach(), param.spec).full_tensor()
-            if param.tensor_parallel is not None:
-                whole = param.tensor_parallel.local_part(whole)
-            results.append(whole)
-        return list(results)
-
-    # -- gradients that wait -----------------------------------------------------------------
-
-    def _defer(self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]) -> None:
-        """Keep gradients until the program asks for them, or until a pass reduces."""
-        for param, grad in zip(params, grads, strict=True):
+        if how.is_due and (how.reduces_replicas or self.owner.replicate_group is None):
+            return {id(param): grad for param, grad in pairs}
+        for param, grad in pairs:
             self._deferred[param] = grad  # also None: other ranks may have a gradient
             defer_grad(param.sharded, self.reduce_deferred)
+        return {}
 
     def _with_deferred(self, param: ShardedParam, grad: Tensor | None) -> Tensor | None:
         deferred = self._deferred.pop(param, None)
@@ -688,10 +662,10 @@ class Unit:
         now = self.reduction
         self.reduction = replace(now, is_due=True, reduces_replicas=True)
         try:
-            shards = self._reduce(self.flats, params, [None] * len(params))
+            shards = reduced([Gradients(self, self.flats, [(param, None) for param in params])])
         finally:
             self.reduction = now
-        pairs = [(p.local, s) for p, s in zip(params, shards, strict=True) if s is not None]
+        pairs = [(p.local, s) for p in params if (s := shards[id(p)]) is not None]
         trained = [pair for pair in pairs if pair[0].requires_grad]
         if trained:  # autograd calls hooks
             locals_, grads = zip(*trained, strict=True)
@@ -731,15 +705,15 @@ def _gathered_together(
     for unit, flats in units:
         unit._check_memory(flats)
         unit._gathers += 1
-    first, digests = units[0][0], [unit._digest(unit._gathers, in_backward) for unit, _ in units]
-    more = f" with {len(units) - 1} small units after it" if len(units) > 1 else ""
+    first, digests = units[0][0], [unit.digest(unit._gathers, in_backward) for unit, _ in units]
     where = "backward" if in_backward else "forward"
-    what = Purpose(f"gather {first._gathers} of {first._text}{more} {OF_A_UNIT} {where}")
+    text, together = first.text_with(len(units) - 1), [unit for unit, _ in units]
+    what = Purpose(f"gather {first._gathers} of {text} {OF_A_UNIT} {where}")
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with outside, carrying(carried(hash(tuple(digests))), what):
         parts = iter(gather([flat for _, flats in units for flat in flats], async_op))
         return [
-            GatheredParameters([next(parts) for _ in flats], unit._version(), flats)
+            GatheredParameters([next(parts) for _ in flats], unit._version(), flats, together)
             for unit, flats in units
         ]
 

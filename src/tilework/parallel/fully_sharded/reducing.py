@@ -1,0 +1,107 @@
+"""Gradients of full parameters on their way to gradients of shards, in common messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilework.comm.provenance_digest import OF_A_UNIT, carrying
+from tilework.dtensor.internal import call_counts_of, carried, digest_of
+from tilework.parallel.fully_sharded.flat import Flat, Gradient, reduce
+from tilework.parallel.fully_sharded.gather_nodes import GatherParameters
+from tilework.parallel.fully_sharded.policies import Purpose
+from tilework.parallel.fully_sharded.sharded_param import ShardedParam
+
+if TYPE_CHECKING:
+    from tilework.parallel.fully_sharded.unit import GatheredParameters, Unit
+
+
+class Gradients(NamedTuple):
+    """The gradients of some full parameters of a unit, which were gathered in ``flats``."""
+
+    unit: Unit
+    flats: Sequence[Flat]
+    pairs: Sequence[tuple[ShardedParam, Tensor | None]]
+
+
+class Node:
+    """A node of the graph, whose results are the full trained parameters of some units."""
+
+    def __init__(self, units: Sequence[tuple[Unit, GatheredParameters]], run: Any) -> None:
+        #: The forward pass that has made the node.
+        self.run = run
+        #: The units that compute with the results; gradients of others are not reduced.
+        self.users: set[Unit] = set()
+        trained = [
+            [pair for pair in gathered.fulls if pair[0].local.requires_grad]
+            for _, gathered in units
+        ]
+        self._of = [
+            (unit, gathered.flats, len(pairs))
+            for (unit, gathered), pairs in zip(units, trained, strict=True)
+        ]
+        every = list(chain.from_iterable(trained))
+        params, fulls = [param for param, _ in every], [full for _, full in every]
+        shards = [param.local for param in params]
+        made = iter(GatherParameters.apply(self._reduce, params, fulls, *shards) if params else ())
+        for (unit, gathered), pairs in zip(units, trained, strict=True):
+            results = {id(param): next(made) for param, _ in pairs}
+            gathered.made = Made(self, results, unit.trained())
+
+    def _reduce(
+        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of shards; None for parameters that are frozen now. Collective."""
+        rest, given = zip(params, grads, strict=True), []
+        for unit, flats, number in self._of:
+            pairs = list(islice(rest, number))
+            if unit in self.users:
+                trained = [pair for pair in pairs if pair[0].local.requires_grad]
+                given.append(Gradients(unit, flats, trained))
+        shards = reduced(given)
+        return [shards.get(id(param)) for param in params]
+
+
+class Made(NamedTuple):
+    """Results of a node for a unit, by id of the parameter, and the shards at that time."""
+
+    node: Node
+    results: dict[int, Tensor]
+    shards: Any
+
+
+def reduced(given: Iterable[Gradients]) -> dict[int, Tensor | None]:
+    """The gradients of this rank's shards, by id of the parameter, unless they wait. Collective."""
+    kinds: dict[Any, list[tuple[Unit, Gradient]]] = {}
+    for unit, flats, own in given:
+        found = unit.due(own)
+        for flat in flats if found else ():
+            for param in flat.params:
+                if id(param) in found:
+                    dtype = param.grad_dtype
+                    alike = kinds.setdefault(_kind(unit, flat, dtype), [])
+                    alike.append((unit, Gradient(flat, param, dtype, found[id(param)])))
+    shards: dict[int, Tensor | None] = {}
+    for pairs in kinds.values():
+        units, gradients = list(dict.fromkeys(unit for unit, _ in pairs)), [g for _, g in pairs]
+        passes = call_counts_of(gradients[0].param.spec.mesh).passes
+        text = units[0].text_with(len(units) - 1)
+        what = Purpose(f"the gradients of {text} {OF_A_UNIT} backward")
+        digest = hash(tuple([unit.digest(passes) for unit in units]))
+        with carrying(carried(digest), what):
+            made = reduce(gradients, units[0].reduction)
+        for each, shard in zip(gradients, made, strict=True):
+            shards[id(each.param)] = shard
+            call_counts_of(each.param.spec.mesh).note_gradient(digest_of(each.param.sharded))
+    return shards
+
+
+def _kind(unit: Unit, flat: Flat, dtype: torch.dtype | None) -> Any:
+    """A key, equal for gradients that travel together."""
+    how = unit.reduction
+    kind = flat.reduce_dtype(dtype), flat.device, flat.shard_group, flat.replicate_group
+    return *kind, how.divide_factor, how.sums, None if how.hook is None else unit
