@@ -73,7 +73,8 @@ def fully_shard(
         reshard_after_forward: Free full parameters after forward, and gather them again in
             backward; None: True, but for the outermost module. As in torch, 1 is False, and the
             number of ranks that shard is True.
-        shard_placement_fn: The dim to shard of a parameter; None, or returning None: the first.
+        shard_placement_fn: The dim to shard of a parameter; None, or returning None: the first
+            with a row for each rank that shards, or the first if there is none.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Accepted for modules on the CPU, where there is nothing to offload.
         ignored_params: Parameters to leave as they are.

@@ -21,6 +21,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from tilework.comm.per_call.internal import address_of
 from tilework.dtensor.internal import torch_apply, wrap
+from tilework.parallel.data_parallel.leaves import grad_dtype_of
 
 if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.flat import Gathering
@@ -50,8 +51,8 @@ class GatherParameters(torch.autograd.Function):
         ctx.reduce, ctx.params = reduce, params
         ctx.set_materialize_grads(False)
         results = tuple(full.detach() for full in fulls)
-        for param, result in zip(params, results, strict=True):
-            if (dtype := param.grad_dtype) is not None:
+        for shard, result in zip(shards, results, strict=True):
+            if (dtype := grad_dtype_of(shard)) != shard.dtype:
                 result.grad_dtype = dtype
         return results
 

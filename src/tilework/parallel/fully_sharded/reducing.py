@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import islice
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,21 +37,23 @@ class Node:
         self.run = run
         #: The units that compute with the results; gradients of others are not reduced.
         self.users: set[Unit] = set()
-        trained = [
-            [pair for pair in gathered.fulls if pair[0].local.requires_grad]
-            for _, gathered in units
-        ]
-        self._of = [
-            (unit, gathered.flats, len(pairs))
-            for (unit, gathered), pairs in zip(units, trained, strict=True)
-        ]
-        every = list(chain.from_iterable(trained))
-        params, fulls = [param for param, _ in every], [full for _, full in every]
-        shards = [param.local for param in params]
-        made = iter(GatherParameters.apply(self._reduce, params, fulls, *shards) if params else ())
-        for (unit, gathered), pairs in zip(units, trained, strict=True):
-            results = {id(param): next(made) for param, _ in pairs}
-            gathered.made = Made(self, results, unit.trained())
+        self._of: list[tuple[Unit, Sequence[Flat], int]] = []
+        params: list[ShardedParam] = []
+        fulls: list[Tensor] = []
+        leaves: list[Tensor] = []
+        shards = [unit.shards() for unit, _ in units]
+        for (unit, gathered), own in zip(units, shards, strict=True):
+            before = len(params)
+            for (param, full), shard in zip(gathered.fulls, own, strict=True):
+                if shard.requires_grad:
+                    params.append(param)
+                    fulls.append(full)
+                    leaves.append(shard)
+            self._of.append((unit, gathered.flats, len(params) - before))
+        made = GatherParameters.apply(self._reduce, params, fulls, *leaves) if params else ()
+        results = zip(map(id, params), made, strict=True)
+        for (_, gathered), (_, _, number), own in zip(units, self._of, shards, strict=True):
+            gathered.made = Made(self, dict(islice(results, number)), own, _facts(own))
 
     def _reduce(
         self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
@@ -71,7 +74,21 @@ class Made(NamedTuple):
 
     node: Node
     results: dict[int, Tensor]
-    shards: Any
+    shards: list[Tensor]
+    facts: list[Any]
+
+    def is_of(self, shards: list[Tensor]) -> bool:
+        """True if the unit has the same shards now, of which the same want a gradient."""
+        return all(map(is_, shards, self.shards)) and _facts(shards) == self.facts
+
+
+#: Releases of torch before 2.9 lack ``grad_dtype``.
+_fact = attrgetter("requires_grad", "grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
+
+
+def _facts(shards: Iterable[Tensor]) -> list[Any]:
+    """The facts that decide on gradients."""
+    return list(map(_fact, shards))
 
 
 def reduced(given: Iterable[Gradients]) -> dict[int, Tensor | None]:

@@ -47,8 +47,10 @@ class ShardedParam:
         self.numel = math.prod(self.shape)
         #: The number of elements of the largest shard.
         self.padded = math.prod(self.shard_shapes[0])
+        #: True if each rank has elements that follow each other in the full tensor.
+        self.is_range = math.prod(before) == 1
         #: True if the concatenation of all shards is the full tensor.
-        self.is_even = self.dim == 0 and len(set(self.sizes)) == 1
+        self.is_even = self.is_range and len(set(self.sizes)) == 1
 
     @property
     def local(self) -> Tensor:
@@ -78,8 +80,8 @@ class ShardedParam:
 
     def by_rank(self, full: Tensor) -> Tensor:
         """A tensor that, cut into as many chunks of dim 0 as there are ranks, is all shards."""
-        if not self.dim:
-            return full
+        if self.is_range:
+            return full.view(self.shape[self.dim :])
         rows = full.new_zeros(len(self.sizes), self.padded)
         for shard, part in self.shards_and_parts(rows, full):
             shard.copy_(part)
@@ -102,7 +104,7 @@ def sharded_param(
     places: Places,
     parameter: Any,
     mesh: DeviceMesh,
-    dim: int,
+    dim: int | None,
     on_mesh: bool = False,
 ) -> ShardedParam:
     """The description of a parameter; ``on_mesh``: a DTensor there already. Local."""
@@ -115,6 +117,8 @@ def sharded_param(
             f"parameter {name} of shape [] has no dim to shard: make it of shape [1], as "
             f"nn.Parameter(value.view(1)), or pass it in ignored_params, and average its gradient"
         )
+    if dim is None:
+        dim = _default_dim(parameter.shape, tensor_parallel, mesh.shape[-1])
     return ShardedParam(
         name,
         places,
@@ -127,10 +131,22 @@ def sharded_param(
     )
 
 
-def dim_of(name: str, parameter: nn.Parameter, placement: Any) -> int:
-    """The dim that a placement function chose, checked; the first for None."""
+def _default_dim(shape: torch.Size, tensor_parallel: DTensorSpec | None, ranks: int) -> int:
+    """The first dim that has a row for each of the ranks, the same on all; 0 if there is none."""
+    sizes = list(shape)
+    if tensor_parallel is not None:
+        for placement, parts in zip(
+            tensor_parallel.placements, tensor_parallel.mesh.shape, strict=True
+        ):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] //= parts
+    return next((dim for dim, size in enumerate(sizes) if size >= ranks), 0)
+
+
+def dim_of(name: str, parameter: nn.Parameter, placement: Any) -> int | None:
+    """The dim that a placement function chose, checked."""
     if placement is None:
-        return 0
+        return None
     if type(placement) is not Shard or placement.turns > 1:
         raise TypeError(
             f"shard_placement_fn returns Shard(dim) or None, got {placement!r} for {name}"

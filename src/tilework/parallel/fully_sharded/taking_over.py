@@ -223,7 +223,7 @@ class _Taken:
 
 def take_over(
     tables: ModuleTables, before: Sequence[ShardedParam], owner: OwningUnit
-) -> tuple[list[ShardedParam], list[Flat]]:
+) -> list[Flat]:
     """The modules' parameters, sharded in whatever memory they have. Collective if any are new."""
     at = {(module, name): p for p in before for module, name in p.places}
     known = {id(param.sharded): param for param in before}
@@ -245,7 +245,7 @@ def take_over(
     owner.held.clear()
     owner.held.update((id(each.param.sharded), each.param.sharded) for each in taken)
     _owners.update((key, owner) for key in owner.held)
-    return [each.param for each in taken], flats
+    return flats
 
 
 def _check(name: str, parameter: Any, owner: OwningUnit) -> None:

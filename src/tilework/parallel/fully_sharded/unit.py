@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any, Literal
 
@@ -48,7 +48,6 @@ from tilework.dtensor.internal import (
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.arguments import cast_floats
-from tilework.parallel.data_parallel.leaves import grad_dtype_of
 from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering, gather
 from tilework.parallel.fully_sharded.gather_nodes import (
@@ -64,7 +63,7 @@ from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit
 _engine: Any = torch.autograd.Variable._execution_engine
 _local_of = attrgetter("_local_tensor")
 _spec_of, _dtype_of = attrgetter("_spec"), attrgetter("dtype")
-_address_of = Tensor.data_ptr
+_version_of, _address_of = attrgetter("_version"), Tensor.data_ptr
 
 #: Units are gathered together up to so many bytes of full parameters.
 TOGETHER_BYTES = 256 << 10
@@ -254,7 +253,8 @@ class Unit:
             return
         self.reshard()
         with torch.inference_mode(False):
-            self.params, self.flats = take_over(self.tables, self.params, self.owner)
+            self.flats = take_over(self.tables, self.params, self.owner)
+        self.params = [param for flat in self.flats for param in flat.params]
         self.tables.note()
         names = [param.name for param in self.params]
         self._known_as = stable_digest(self.owner.name, names)
@@ -280,12 +280,14 @@ class Unit:
         return now is not None and now == before and all(map(is_, now[2], before[2]))
 
     def _version(self) -> int:
-        return sum([param.local._version for param in self.params])
+        return sum(map(_version_of, self.shards()))
 
-    def trained(self) -> list[tuple[int, bool, Any]]:
-        """The shards now: the address of each, with the facts that decide on a gradient."""
-        every = [param.local for param in self.params]
-        return [(id(each), each.requires_grad, grad_dtype_of(each)) for each in every]
+    def shards(self) -> list[Tensor]:
+        """This rank's shards: leaves of the graph; raises if a parameter was swapped since."""
+        sharded = [param.sharded for param in self.params]
+        if set(map(type, sharded)) - {DTensor}:
+            return [param.local for param in self.params]
+        return list(map(_local_of, sharded))
 
     # -- phases ------------------------------------------------------------------------------
 
@@ -377,10 +379,9 @@ class Unit:
     def _results(self, gathered: GatheredParameters) -> dict[int, Tensor]:
         """Full parameters as results of a node, perhaps with those of units that come next."""
         made = gathered.made
-        if made is None or made.node.run is not _running.run or made.shards != self.trained():
-            in_backward = torch._C._current_graph_task_id() != -1
-            after = [] if in_backward else gathered.together
-            Node([(self, gathered), *chain.from_iterable(map(self._waiting, after))], _running.run)
+        if made is None or made.node.run is not _running.run or not made.is_of(self.shards()):
+            after = chain.from_iterable(map(self._waiting, gathered.together))
+            Node([(self, gathered), *after], _running.run)
             made = gathered.made
         assert made is not None
         gathered.made = None
@@ -610,11 +611,10 @@ class Unit:
             self.reshard()
 
     def _gather_ahead_in_backward(self, use: Use) -> None:
-        before = list(use.units_before()) if self.backward_prefetch is None else []
-        ahead = before[:1] if self.backward_prefetch is None else self.backward_prefetch
-        for unit in ahead:
+        before = use.units_before() if self.backward_prefetch is None else iter(())
+        for unit in self.backward_prefetch or islice(before, 1):
             if unit.phase == "sharded":
-                unit.start_gather(after=before[1:])
+                unit.start_gather(after=before)
 
     def _release(self) -> None:
         """Free the parameters that backward has installed, unless autograd saved them. Local."""
