@@ -440,7 +440,7 @@ def test_models_that_differ_raise_or_become_one() -> None:
         with torch.no_grad():
             model[2].bias += rank
         with pytest.raises(
-            CollectiveMismatchError, match=r"2.bias of Sequential is not the same on ranks 0 and 1"
+            CollectiveMismatchError, match=r"2.bias of Sequential is not the same on all ranks"
         ):
             fully_shard(model)
         assert not isinstance(model[0].weight, DTensor)

@@ -130,3 +130,21 @@ def test_a_module_that_forward_left_out_is_not_kept_in_memory() -> None:
         loss.backward()
 
     run_ranks(2, program)
+
+
+def test_gradients_of_a_module_that_a_pass_does_not_reach_wait_on() -> None:
+    def program(rank: int) -> None:
+        model, x = sharded(), torch.ones(1, 3)
+        for _ in range(2):
+            model(x).sum().backward()
+        wanted = [parameter.grad.full_tensor() / 2 for parameter in model.parameters()]
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        model(x).sum().backward()
+        model.set_requires_gradient_sync(True)
+        ends = model.layers[3].weight._local_tensor, model.layers[3].bias._local_tensor
+        torch.autograd.grad(model(x).sum(), ends)
+        for parameter, grad in list(zip(model.parameters(), wanted, strict=True))[:6]:
+            assert_close(parameter.grad.full_tensor(), grad)
+
+    run_ranks(2, program)

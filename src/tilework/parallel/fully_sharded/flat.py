@@ -41,46 +41,23 @@ from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 DIRECT_BYTES = 64 << 10
 
 
-_unflatten: Any = torch._C._nn.unflatten_dense_tensors
-
-
-class Rooms:
+def _views(memory: Tensor, shapes: Sequence[tuple[int, ...]], rooms: Sequence[int]) -> list[Tensor]:
     """Views of memory, one after the other: of some shapes, each in a room that may be larger."""
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], rooms: Sequence[int], device: torch.device
-    ) -> None:
-        self._shapes, self._rooms = list(shapes), list(rooms)
-        fills = all(room and room == math.prod(shape) for room, shape in zip(rooms, shapes))  # noqa: B905
-        one = torch.empty((), device=device)
-        #: Tensors of the shapes, where a single call makes all views.
-        self._like = [one.expand(shape) for shape in shapes] if fills and shapes else None
-
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """The views of a tensor of one dim, which may go on behind them."""
-        if not self._shapes:
-            return []
-        if self._like is not None:
-            views: list[Tensor] = _unflatten(memory, self._like)
-            return views
-        parts = memory[: sum(self._rooms)].split_with_sizes(self._rooms)
-        return [
-            part[: math.prod(shape)].view(shape)
-            for part, shape in zip(parts, self._shapes, strict=True)
-        ]
+    parts = memory[: sum(rooms)].split_with_sizes(rooms) if rooms else ()
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Row:
     """Parameters whose shards lie one after the other, each padded to the largest rank's."""
 
-    def __init__(
-        self, params: Sequence[ShardedParam], rank: int, device: torch.device, more: int = 0
-    ) -> None:
+    def __init__(self, params: Sequence[ShardedParam], rank: int) -> None:
         self.params, self._rooms = list(params), [param.padded for param in params]
         *self.offsets, self.numel = 0, *accumulate(self._rooms)
-        self.mine = Rooms([param.shard_shapes[rank] for param in params], self._rooms, device)
-        self._sizes = [*self._rooms, more] if more else self._rooms
-        self.is_even = all(param.is_even for param in params)
+        self._shapes = [param.shard_shapes[rank] for param in params]
+
+    def mine(self, memory: Tensor) -> list[Tensor]:
+        """The shards of this rank in a row."""
+        return _views(memory, self._shapes, self._rooms)
 
     def around(self, shards: Sequence[Tensor]) -> Tensor | None:
         """The memory in which a rank's shards lie as this row; None if they do not."""
@@ -94,15 +71,10 @@ class Row:
         )
         return first.as_strided((self.numel,), (1,), begin).data if is_row else None
 
-    def split(self, rows: Tensor) -> Sequence[Tensor]:
-        """By parameter, the columns of all ranks' rows with the shards; then columns behind."""
-        return rows.split_with_sizes(self._sizes, 1)
-
-    def pairs(
-        self, columns: Sequence[Tensor], fulls: Sequence[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Views of the same elements: of the columns, and of full tensors."""
+    def pairs(self, rows: Tensor, fulls: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Views of the same elements: of all ranks' rows, and of full tensors."""
         found: list[tuple[Tensor, Tensor]] = []
+        columns = rows.split_with_sizes(self._rooms, 1)
         for param, full, shards in zip(self.params, fulls, columns, strict=True):
             found += param.shards_and_parts(shards, full)
         return found
@@ -132,7 +104,7 @@ class Gathering:
 
     def __init__(self, flat: Flat) -> None:
         self.block = empty_tensor((flat.numel,), flat.compute_dtype, flat.device)
-        self.fulls = flat.whole.views(self.block)
+        self.fulls = _views(self.block, flat.shapes, flat.numels)
         self._params, self._offsets = flat.params, flat.offsets
         self.begin = address_of(self.block)
         self.end = self.begin + self.block.nbytes
@@ -172,26 +144,20 @@ class Flat:
         self.shards = self._placed(kept)
         place_of = {id(param): at for at, param in enumerate(self.params)}
         #: The places of parameters that are gathered without a row.
-        self._direct = [at for at, param in enumerate(self.params) if self._is_direct(param)]
+        self._direct = [at for at, param in enumerate(self.params) if self.is_direct(param)]
         #: The rows of gathers, each with the places of the parameters, and the memory in which the
         #: shards lie as the row; None: they do not.
-        self.rows = self._rows_of([p for p in self.params if not self._is_direct(p)])
-        self._in_rows = [[place_of[id(param)] for param in row.params] for row in self.rows]
+        self.rows = self._rows_of([p for p in self.params if not self.is_direct(p)])
+        self.in_rows = [[place_of[id(param)] for param in row.params] for row in self.rows]
         self._memory = [
             row.around([self.shards[at] for at in places])
-            for row, places in zip(self.rows, self._in_rows, strict=True)
+            for row, places in zip(self.rows, self.in_rows, strict=True)
         ]
-        #: The last reduction's parameters, and what :meth:`_rows_of_grads` says of them.
-        self._reduced: tuple[tuple[ShardedParam, ...], tuple[list[int], list[int], Row]] | None
-        self._reduced = None
-        numels = [param.numel for param in self.params]
-        self.offsets = [0, *accumulate(numels)][:-1]
-        self.numel = sum(numels)
+        self.shapes = [param.shape for param in self.params]
+        self.numels = [param.numel for param in self.params]
+        self.offsets = [0, *accumulate(self.numels)][:-1]
+        self.numel = sum(self.numels)
         self.full_bytes = self.numel * self.compute_dtype.itemsize
-        #: The full tensors in a block, and there the parts of all ranks, where these are even.
-        self.whole = Rooms([param.shape for param in self.params], numels, self.device)
-        shapes = [(self.ranks, p.padded) if p.is_even else p.shape for p in self.params]
-        self._by_rank = Rooms(shapes, numels, self.device)
         #: False where the gathering thread would only take the core from the computing thread.
         kind = device_kind(self.params[0].sharded)
         self._overlaps = kind != "cpu" or has_spare_core(self.ranks)
@@ -199,17 +165,14 @@ class Flat:
     def _is_large(self, param: ShardedParam) -> bool:
         return param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
 
-    def _is_direct(self, param: ShardedParam) -> bool:
+    def is_direct(self, param: ShardedParam) -> bool:
         return param.is_even and self._is_large(param)
-
-    def _row(self, params: Sequence[ShardedParam], more: int = 0) -> Row:
-        return Row(params, self.rank, self.device, more)
 
     def _rows_of(self, params: Sequence[ShardedParam]) -> list[Row]:
         """A row for each large parameter, and a row for all others, if there are any."""
-        large = [self._row([param]) for param in params if self._is_large(param)]
+        large = [Row([param], self.rank) for param in params if self._is_large(param)]
         small = [param for param in params if not self._is_large(param)]
-        return [*large, self._row(small)] if small else large
+        return [*large, Row(small, self.rank)] if small else large
 
     def _placed(self, kept: Sequence[Tensor | None]) -> list[Tensor]:
         """By parameter, the shard that is kept, or a shard in new memory."""
@@ -219,7 +182,7 @@ class Flat:
         like = local_tensor_of(first) if isinstance(first, DTensor) else first.detach()
         for row in self._rows_of([param for param, shard in pairs if shard is None]):
             memory = _zeros(row.numel, like, self.shard_group)
-            made.update(zip(map(id, row.params), row.mine.views(memory), strict=True))
+            made.update(zip(map(id, row.params), row.mine(memory), strict=True))
         return [(made[id(param)] if shard is None else shard).data for param, shard in pairs]
 
     def check_dtype(self) -> None:
@@ -244,17 +207,9 @@ class Flat:
         if packed is None:
             row = self.rows[which]
             packed = torch.zeros(row.numel, dtype=self.dtype, device=self.device)
-            shards = [self.shards[at] for at in self._in_rows[which]]
-            torch._foreach_copy_(row.mine.views(packed), shards)
+            shards = [self.shards[at] for at in self.in_rows[which]]
+            torch._foreach_copy_(row.mine(packed), shards)
         return packed.to(self.compute_dtype)
-
-    def pairs(self, which: int, rows: Tensor, gathering: Gathering) -> list[tuple[Tensor, Tensor]]:
-        """Views of the same elements: of all ranks' rows ``which``, and of the full tensors."""
-        row, places = self.rows[which], self._in_rows[which]
-        if not row.is_even:
-            return row.pairs(row.split(rows), [gathering.fulls[at] for at in places])
-        by_rank = self._by_rank.views(gathering.block)
-        return list(zip(row.split(rows), [by_rank[at] for at in places], strict=True))
 
     def send(self, out: Tensor, mine: Tensor, async_op: bool) -> Work | None:
         """Start to gather from all ranks' ``mine``; None: it is done."""
@@ -265,16 +220,6 @@ class Flat:
     def reduce_dtype(self, grad_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype in which gradients are reduced that the program gave a dtype, or none."""
         return self._reduce_dtype or grad_dtype or self.compute_dtype
-
-    def row_of_grads(self, gradients: Sequence[Gradient]) -> tuple[list[int], list[int], Row]:
-        """The places reduced alone, the others, and their row, with a mark for each gradient."""
-        params = tuple(each.param for each in gradients)
-        if self._reduced is None or self._reduced[0] != params:
-            kinds = [each.flat._is_direct(each.param) for each in gradients]
-            others = [at for at, is_direct in enumerate(kinds) if not is_direct]
-            row = self._row([params[at] for at in others], len(params))
-            self._reduced = params, ([at for at, own in enumerate(kinds) if own], others, row)
-        return self._reduced[1]
 
     def send_back(
         self, contributions: Tensor, numel: int, how: Reduction, grads: int | None = None
@@ -314,28 +259,30 @@ def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]
 
     The gradients of several flats have the same groups and dtype of reduction.
     """
-    first, ranks = gradients[0].flat, gradients[0].flat.ranks
+    first, rest = gradients[0].flat, []
     dtype = first.reduce_dtype(gradients[0].dtype)
-    alone, others, row = first.row_of_grads(gradients)
-    results: list[Any] = [None] * len(gradients)
-    for at in alone:
-        param, whole = gradients[at].param, gradients[at].contribution(dtype)
-        shard = first.send_back(whole.view(-1), param.padded, how)
-        results[at] = shard.view(param.shard_shapes[0])
+    shards: dict[int, Tensor] = {}
+    for each in gradients:
+        param, whole = each.param, each.contribution(dtype)
+        if each.flat.is_direct(param):
+            shard = first.send_back(whole.view(-1), param.padded, how)
+            shards[id(param)] = shard.view(param.shard_shapes[0])
+        else:
+            rest.append((param, param.by_rank(whole)))
     used = [each.grad is not None for each in gradients]
-    parts = [gradients[at].param.by_rank(gradients[at].contribution(dtype)) for at in others]
-    marks = torch.ones(ranks, len(used), dtype=dtype, device=first.device)
+    marks = torch.ones(first.ranks, len(used), dtype=dtype, device=first.device)
     if not all(used):
         marks *= marks.new_tensor(used)
-    rows = torch._chunk_cat([*filter(Tensor.numel, parts), marks], 0, ranks)
+    row = Row([param for param, _ in rest], first.rank)
+    parts = [part for _, part in rest if part.numel()]
+    rows = torch._chunk_cat([*parts, marks], 0, first.ranks)
     reduced = first.send_back(rows.view(-1), rows.shape[1], how, row.numel)
-    for at, shard in zip(others, row.mine.views(reduced), strict=True):
-        results[at] = shard
+    shards.update(zip([id(param) for param, _ in rest], row.mine(reduced), strict=True))
     if not all(used) and not reduced.is_meta:  # else each rank is as this rank
         used = (reduced[row.numel :] > 0).tolist()
     return [
-        shard.to(each.dtype or each.flat.dtype) if has_grad else None
-        for shard, each, has_grad in zip(results, gradients, used, strict=True)
+        shards[id(each.param)].to(each.dtype or each.flat.dtype) if has_grad else None
+        for each, has_grad in zip(gradients, used, strict=True)
     ]
 
 
@@ -359,7 +306,8 @@ def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
         parts = rows.split_with_sizes([each.numel() for each in sent], 1)
         for (flat, gathering, at), part in zip(alike, parts, strict=True):
             gathering.messages.append(message)
-            message.pairs += flat.pairs(at, part, gathering)
+            fulls = [gathering.fulls[place] for place in flat.in_rows[at]]
+            message.pairs += flat.rows[at].pairs(part, fulls)
     return gatherings
 
 

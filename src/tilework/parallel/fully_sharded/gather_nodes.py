@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 _autograd: Any = torch._C._autograd
 
-#: Reduces gradients of full tensors to gradients of shards; None where no rank has a gradient.
-Reduce = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tensor | None]]
-
 
 class GatherParameters(torch.autograd.Function):
     """Full tensors as results of the shards; backward reduces, and is collective."""
@@ -42,12 +40,12 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        reduce: Reduce,
+        reduce: Callable[..., list[Tensor | None]],
         params: Sequence[ShardedParam],
         fulls: Sequence[Tensor],
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The tensors ``fulls``, already gathered."""
+        """The tensors ``fulls``, being gathered; ``reduce`` makes gradients of shards of theirs."""
         ctx.reduce, ctx.params = reduce, params
         ctx.set_materialize_grads(False)
         results = tuple(full.detach() for full in fulls)
@@ -59,10 +57,11 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gradients of the shards."""
+        reduce = partial(ctx.reduce, [_is_wanted(node) for node, _ in ctx.next_functions])
         if torch.is_grad_enabled():  # create_graph: the reduction is in the new graph
-            shards = AverageToShards.apply(ctx.reduce, ctx.params, *grads)  # type: ignore[no-untyped-call]
+            shards = AverageToShards.apply(reduce, ctx.params, *grads)  # type: ignore[no-untyped-call]
         else:
-            shards = ctx.reduce(ctx.params, grads)
+            shards = reduce(ctx.params, grads)
         return None, None, None, *shards
 
 
@@ -72,7 +71,7 @@ class AverageToShards(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        reduce: Reduce,
+        reduce: Callable[..., list[Tensor | None]],
         params: Sequence[ShardedParam],
         *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
@@ -85,6 +84,14 @@ class AverageToShards(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gathered gradients."""
         return None, None, *_gather_again(ctx.params, grads)
+
+
+def _is_wanted(leaf: Any) -> bool:
+    """False if the backward pass under way is for the gradients of other leaves only."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad asks for it, which torch does not say otherwise
+        return True
 
 
 def _gather_again(

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.unit import GatheredParameters, Unit
 
 
-class Gradients(NamedTuple):
-    """The gradients of some full parameters of a unit, which were gathered in ``flats``."""
-
-    unit: Unit
-    flats: Sequence[Flat]
-    pairs: Sequence[tuple[ShardedParam, Tensor | None]]
+#: Parameters of a unit, which were gathered in the flats, each with the full gradient.
+Gradients = tuple["Unit", Sequence[Flat], Sequence[tuple[ShardedParam, Tensor | None]]]
+#: Facts of a shard that decide on the gradient. Releases of torch before 2.9 lack ``grad_dtype``.
+_facts = attrgetter("requires_grad", "grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 
 
 class Node:
@@ -53,18 +51,18 @@ class Node:
         made = GatherParameters.apply(self._reduce, params, fulls, *leaves) if params else ()
         results = zip(map(id, params), made, strict=True)
         for (_, gathered), (_, _, number), own in zip(units, self._of, shards, strict=True):
-            gathered.made = Made(self, dict(islice(results, number)), own, _facts(own))
+            gathered.made = Made(self, dict(islice(results, number)), own, list(map(_facts, own)))
 
     def _reduce(
-        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+        self, wanted: Iterable[bool], params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of shards; None for parameters that are frozen now. Collective."""
-        rest, given = zip(params, grads, strict=True), []
+        """The gradients of shards; None for frozen parameters and unasked units. Collective."""
+        rest, given = zip(params, grads, wanted, strict=True), list[Gradients]()
         for unit, flats, number in self._of:
-            pairs = list(islice(rest, number))
-            if unit in self.users:
-                trained = [pair for pair in pairs if pair[0].local.requires_grad]
-                given.append(Gradients(unit, flats, trained))
+            mine = list(islice(rest, number))
+            if unit in self.users and any(is_wanted for _, _, is_wanted in mine):
+                trained = [(param, grad) for param, grad, _ in mine if param.local.requires_grad]
+                given.append((unit, flats, trained))
         shards = reduced(given)
         return [shards.get(id(param)) for param in params]
 
@@ -79,16 +77,8 @@ class Made(NamedTuple):
 
     def is_of(self, shards: list[Tensor]) -> bool:
         """True if the unit has the same shards now, of which the same want a gradient."""
-        return all(map(is_, shards, self.shards)) and _facts(shards) == self.facts
-
-
-#: Releases of torch before 2.9 lack ``grad_dtype``.
-_fact = attrgetter("requires_grad", "grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
-
-
-def _facts(shards: Iterable[Tensor]) -> list[Any]:
-    """The facts that decide on gradients."""
-    return list(map(_fact, shards))
+        same = all(map(is_, shards, self.shards))
+        return same and list(map(_facts, shards)) == self.facts
 
 
 def reduced(given: Iterable[Gradients]) -> dict[int, Tensor | None]:

@@ -73,11 +73,6 @@ class ShardedParam:
         """The part of the full tensor that is the shard of ``rank``, as a view."""
         return full.narrow(self.dim, offsets_of(self.sizes)[rank], self.sizes[rank])
 
-    def in_row(self, row: Tensor, offset: int, rank: int) -> Tensor:
-        """The shard of ``rank`` as a view of ``row``, the memory of several shards of a rank."""
-        shape = self.shard_shapes[rank]
-        return row[offset : offset + math.prod(shape)].view(shape)
-
     def by_rank(self, full: Tensor) -> Tensor:
         """A tensor that, cut into as many chunks of dim 0 as there are ranks, is all shards."""
         if self.is_range:
@@ -93,8 +88,8 @@ class ShardedParam:
         if self.is_even and full.is_contiguous():
             return [(shards, full.view(ranks, self.padded))]
         return [
-            (self.in_row(shards[rank], 0, rank), self.of_full(full, rank))
-            for rank in range(ranks)
+            (shards[rank, : math.prod(shape)].view(shape), self.of_full(full, rank))
+            for rank, shape in enumerate(self.shard_shapes)
             if self.sizes[rank]
         ]
 

@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.internal import agree, all_gather_into_tensor, device_of
+from tilework.comm.operations.internal import agree_equal
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import (
     DTensorSpec,
@@ -384,40 +384,19 @@ def _compare(fulls: Sequence[tuple[str, Any]], mesh: DeviceMesh, where: str) -> 
     """Raise unless all ranks have the same full parameters. Collective; blocks."""
     if mesh.size() == 1 or not fulls or mode() == "off":
         return
-    group = mesh.axes_group(range(mesh.ndim))
-    facts = [
-        (name, tuple(full.shape), str(full.dtype), hash_of(_local_full(full)))
-        for name, full in fulls
-    ]
-    row = torch.tensor(
-        [hash(tuple(fact[-1] for fact in facts)), len(facts)], device=device_of(group)
+
+    def facts() -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, full in fulls:
+            text = f"{full.dtype} {list(full.shape)}, hash {hash_of(_local_full(full))}"
+            found.setdefault(name, []).append(text)  # modules given together may share names
+        return found
+
+    agree_equal(
+        facts,
+        mesh.axes_group(range(mesh.ndim)),
+        f"parameter {{name}} of {where} is not the same on all ranks:",
+        hint=": fully_shard makes one model of all shards. Give all ranks the same values (a "
+        "seed, a loaded state dict), or take those of one: fully_shard(..., src_data_rank=0)",
+        error=CollectiveMismatchError,
     )
-    rows = row.new_empty(group.size(), 2)
-    all_gather_into_tensor(rows, row, group)
-    if all(each == rows[0].tolist() for each in rows.tolist()):
-        return
-    every = agree(lambda: facts, group)
-    ranks = group.global_ranks
-    for rank, theirs in enumerate(every):
-        for mine, other in zip(every[0], theirs, strict=False):
-            if tuple(mine) != tuple(other):
-                raise CollectiveMismatchError(
-                    f"parameter {other[0]} of {where} is not the same on ranks {ranks[0]} and "
-                    f"{ranks[rank]} ({_differ(mine, other)}): fully_shard makes one model of the "
-                    f"ranks' shards. Give all ranks the same values (a seed, or a loaded state "
-                    f"dict), or take those of one rank: fully_shard(..., src_data_rank=0)",
-                    ranks=(ranks[0], ranks[rank]),
-                )
-        if len(theirs) != len(every[0]):
-            raise CollectiveMismatchError(
-                f"{where} has {len(every[0])} parameters on rank {ranks[0]} and {len(theirs)} on "
-                f"rank {ranks[rank]}: build the same model on all ranks",
-                ranks=(ranks[0], ranks[rank]),
-            )
-
-
-def _differ(one: Sequence[Any], other: Sequence[Any]) -> str:
-    for what, mine, theirs in zip(("name", "shape", "dtype"), one, other, strict=False):
-        if mine != theirs:
-            return f"{what} {mine} and {theirs}"
-    return "different elements"

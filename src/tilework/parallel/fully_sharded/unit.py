@@ -56,7 +56,7 @@ from tilework.parallel.fully_sharded.gather_nodes import (
     saving,
 )
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpose, Reduction
-from tilework.parallel.fully_sharded.reducing import Gradients, Made, Node, reduced
+from tilework.parallel.fully_sharded.reducing import Made, Node, reduced
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit, take_over
 
@@ -662,7 +662,7 @@ class Unit:
         now = self.reduction
         self.reduction = replace(now, is_due=True, reduces_replicas=True)
         try:
-            shards = reduced([Gradients(self, self.flats, [(param, None) for param in params])])
+            shards = reduced([(self, self.flats, [(param, None) for param in params])])
         finally:
             self.reduction = now
         pairs = [(p.local, s) for p in params if (s := shards[id(p)]) is not None]
