@@ -638,6 +638,30 @@ def test_a_module_that_forward_writes_to_after_it_was_gathered_ahead() -> None:
     run_ranks(2, program)
 
 
+def test_the_first_dim_with_a_row_for_each_rank_is_sharded() -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.up, self.scale = nn.Parameter(torch.randn(1, 6, 5)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = (x @ self.up).sum() * self.scale.prod()
+            return y
+
+    def program(rank: int) -> None:
+        plain, model = Expert(), fully_shard(Expert())
+        assert model.up.placements == (Shard(1),)
+        assert model.up.to_local().shape == (1, 2, 5)
+        assert model.scale.placements == (Shard(0),)
+        for each in (plain, model):
+            each(torch.ones(1, 4, 6)).backward()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(full(mine.grad), wanted.grad)
+
+    run_ranks(3, program)
+
+
 def test_beside_batch_normalisation_over_all_rows() -> None:
     def program(rank: int) -> None:
         first = nn.Linear(6, 4, bias=False)  # a bias would have no gradient but rounding

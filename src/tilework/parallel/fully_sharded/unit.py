@@ -262,6 +262,10 @@ class Unit:
         self._text = f"{self.owner.name} ({names[0]}{more})" if names else self.owner.name
         self._shown = self._shown_now()
 
+    def _look_in_forward(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.look()
+
     def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]] | None:
         """The addresses, dtypes and layouts of the shards now, by which changes are noticed."""
         sharded = [param.sharded for param in self.params]
@@ -307,8 +311,7 @@ class Unit:
             if room < 0 or unit.owner.shard_group is not group:
                 return
             if unit is not self and unit.phase == "sharded":
-                if torch._C._current_graph_task_id() == -1:
-                    unit.look()
+                unit._look_in_forward()
                 room -= unit._full_bytes()
                 if room >= 0:
                     yield unit
@@ -459,7 +462,7 @@ class Unit:
         around.callback(self._clean)
         self._install()
         if not again:
-            self._gather_ahead(run)
+            _gather_ahead(self.forward_prefetch, iter(run.next_units()))
         self._show_first_layers(run, around, again)
         _running.stack.append(self)
         around.callback(_running.stack.pop)
@@ -494,15 +497,6 @@ class Unit:
         all_reduce(flag, ReduceOp.MAX, self.owner.shard_group)
         if flag.item():
             self.reshard()
-
-    def _gather_ahead(self, run: Run) -> None:
-        """Start to gather the modules that the program named, or else that come next."""
-        after = run.next_units() if self.forward_prefetch is None else []
-        ahead = after[:1] if self.forward_prefetch is None else self.forward_prefetch
-        for unit in ahead:
-            if unit.phase == "sharded":
-                unit.look()
-                unit.start_gather(after=after[1:])
 
     def _show_first_layers(self, run: Run, around: ExitStack, again: bool) -> None:
         """Install the weights that torch's encoders read before they call a layer. Collective."""
@@ -603,18 +597,12 @@ class Unit:
             if not self._installed:
                 self._gathered = None  # saved tensors keep it
         _units_of_pass().setdefault(self, []).append(weakref.ref(use))
-        self._gather_ahead_in_backward(use)
+        _gather_ahead(self.backward_prefetch, use.units_before())
         return gathered
 
     def _drop_stale(self) -> None:
         if self._gathered is not None and self._gathered.version != self._version():
             self.reshard()
-
-    def _gather_ahead_in_backward(self, use: Use) -> None:
-        before = use.units_before() if self.backward_prefetch is None else iter(())
-        for unit in self.backward_prefetch or islice(before, 1):
-            if unit.phase == "sharded":
-                unit.start_gather(after=before)
 
     def _release(self) -> None:
         """Free the parameters that backward has installed, unless autograd saved them. Local."""
@@ -695,6 +683,14 @@ class Unit:
         copied._gathered, copied._deferred = None, {}
         copied._depth, copied._installed = 0, []
         return copied
+
+
+def _gather_ahead(named: list[Unit] | None, after: Iterator[Unit]) -> None:
+    """Start to gather the units that the program named, or else those that come next."""
+    for unit in islice(after, 1) if named is None else named:
+        if unit.phase == "sharded":
+            unit._look_in_forward()
+            unit.start_gather(after=after if named is None else ())
 
 
 def _gathered_together(
