@@ -44,7 +44,10 @@ DIRECT_BYTES = 64 << 10
 def _views(memory: Tensor, shapes: Sequence[tuple[int, ...]], rooms: Sequence[int]) -> list[Tensor]:
     """Views of memory, one after the other: of some shapes, each in a room that may be larger."""
     parts = memory[: sum(rooms)].split_with_sizes(rooms) if rooms else ()
-    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [
+        (part if (numel := math.prod(shape)) == len(part) else part[:numel]).view(shape)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 class Row:
