@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from tilework.parallel.fully_sharded.gather_nodes import GatherParameters
 from tilework.parallel.fully_sharded.policies import Purpose
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 
-if TYPE_CHECKING:
-    from tilework.parallel.fully_sharded.unit import GatheredParameters, Unit
-
+Unit: TypeAlias = Any  # the classes of unit.py, which imports this module
+GatheredParameters: TypeAlias = Any
 
 #: Parameters of a unit, which were gathered in the flats, each with the full gradient.
-Gradients = tuple["Unit", Sequence[Flat], Sequence[tuple[ShardedParam, Tensor | None]]]
+Gradients = tuple[Unit, Sequence[Flat], Sequence[tuple[ShardedParam, Tensor | None]]]
 #: Facts of a shard that decide on the gradient. Releases of torch before 2.9 lack ``grad_dtype``.
 _facts = attrgetter("requires_grad", "grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 

@@ -83,7 +83,7 @@ class GatheredParameters:
         self.is_ready = False
         #: The forward pass that has compared the shards; None: no pass has.
         self.seen_by: Any = _running.run
-        #: Made by the forward of another unit for this one too, whose forward takes it.
+        #: Made by the forward of another unit for that of this unit, which takes it.
         self.made: Made | None = None
 
     def finish(self) -> None:
@@ -392,7 +392,7 @@ class Unit:
         return made.results
 
     def _waiting(self, unit: Unit) -> Iterator[tuple[Unit, GatheredParameters]]:
-        """A ``unit`` gathered with this one, if no node is there for the forward to come."""
+        """A ``unit`` gathered with this, if no node is there for the forward to come."""
         mine, own = self._gathered, unit._gathered
         if mine is None or own is None or own is mine or own.together is not mine.together:
             return
