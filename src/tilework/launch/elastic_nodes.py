@@ -40,6 +40,8 @@ _WORD_SECONDS: Final = 3.0
 class ServiceLink(NodeLink):
     """A launcher's connection to a ``tilework store``, which tells it of all others."""
 
+    awaits_others = False  # the service stays for them
+
     def __init__(self, peer: socket.socket, where: str) -> None:
         super().__init__(_NO_NODE, (), ())
         self._where = where
@@ -68,10 +70,6 @@ class ServiceLink(NodeLink):
     @property
     def ranks_elsewhere(self) -> int:
         return max(0, self._left - self._own)
-
-    @property
-    def awaits_others(self) -> bool:
-        return False  # the service stays for them
 
     @property
     def others_finished(self) -> bool:

@@ -73,6 +73,11 @@ class TcpAddress(Address):
     host: str
     port: int
     scheme: ClassVar[str] = "tcp://"
+    hint = (
+        "Check that whoever serves it (rank 0, the launcher of node 0, `tilework store`) runs and "
+        "listens there, that the host name means the same machine everywhere (not 127.0.1.1 on "
+        "rank 0), and that no firewall is between."
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
@@ -85,14 +90,6 @@ class TcpAddress(Address):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def hint(self) -> str:
-        return (
-            "Check that whoever serves it (rank 0, the launcher of node 0, `tilework store`) runs "
-            "and listens there, that the host name means the same machine everywhere (not "
-            "127.0.1.1 on rank 0), and that no firewall is between."
-        )
 
     @property
     def is_of_one_host(self) -> bool:
@@ -169,6 +166,11 @@ class UnixAddress(Address):
 
     name: str
     scheme: ClassVar[str] = "unix:"
+    is_of_one_host = True
+    hint = (
+        "Check that the process that serves the store (the launcher, or rank 0) is running, on "
+        "this host and in this network namespace, and uses the same address."
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name in ("", "@") or "\0" in self.name:
@@ -188,17 +190,6 @@ class UnixAddress(Address):
     def abstract(self) -> bool:
         """True if the socket is in Linux's abstract namespace, and leaves no file on disk."""
         return self.name.startswith("@")
-
-    @property
-    def is_of_one_host(self) -> bool:
-        return True
-
-    @property
-    def hint(self) -> str:
-        return (
-            "Check that the process that serves the store (the launcher, or rank 0) is running, "
-            "on this host and in this network namespace, and uses the same address."
-        )
 
     def listen(self) -> socket.socket:
         """Listen at the name; replace a socket file that a killed server left at the path."""

@@ -19,6 +19,9 @@ from tilework.store.wire import Code, WireMessage
 class RemoteStore(RequestStore):
     """A client of a store's server; base class of :class:`TCPStore` and :class:`UnixStore`."""
 
+    authenticated = is_of_one_host = False
+    secret: bytes | None = None
+
     def __init__(
         self,
         where: Address,
@@ -31,9 +34,9 @@ class RemoteStore(RequestStore):
         ``release`` is called when this store is closed, or if it cannot connect.
         """
         super().__init__(timeout)
-        self._secret = secret
+        self.secret, self.authenticated = secret, secret is not None
         self._pool = Pool(where, secret)
-        self._is_of_one_host = where.is_of_one_host
+        self.is_of_one_host = where.is_of_one_host
         # Also at exit and when dropped: a forgotten store must not keep a port.
         self._finalizer = weakref.finalize(self, _close_both, self._pool.close, release)
         try:
@@ -52,10 +55,6 @@ class RemoteStore(RequestStore):
         """The server's address, as ``TILEWORK_STORE`` has it."""
         return self._pool.where.url
 
-    @property
-    def is_of_one_host(self) -> bool:
-        return self._is_of_one_host
-
     def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None]:
@@ -67,15 +66,6 @@ class RemoteStore(RequestStore):
     def close(self) -> None:
         """Close the connections, and the server if this store started it; waiting threads raise."""
         self._finalizer()
-
-    @property
-    def authenticated(self) -> bool:
-        """True if the server and this client proved to each other that they know the secret."""
-        return self._secret is not None
-
-    @property
-    def secret(self) -> bytes | None:
-        return self._secret
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._pool.where)!r})"

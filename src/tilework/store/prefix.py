@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from tilework.store import checks
 from tilework.store.arrivals import Arrivals
 from tilework.store.contract import Data, Store
+
+
+def _beneath(name: str) -> Any:
+    """The property of that name of the store beneath."""
+    return property(lambda self: getattr(self._store, name))
 
 
 class PrefixStore(Store):
@@ -96,33 +102,13 @@ class PrefixStore(Store):
     def arrivals(self) -> Arrivals | None:
         return self._open_store().arrivals()
 
-    @property
-    def arrival_name(self) -> str:
-        return self._store.arrival_name
-
-    @property
-    def whole(self) -> Store:
-        return self._store.whole
-
-    @property
-    def why_gone(self) -> str:
-        return self._store.why_gone
-
-    @property
-    def is_of_one_host(self) -> bool:
-        return self._store.is_of_one_host
+    arrival_name, whole, why_gone = map(_beneath, ("arrival_name", "whole", "why_gone"))
+    is_of_one_host, secret = _beneath("is_of_one_host"), _beneath("secret")
+    authenticated = _beneath("authenticated")
 
     def num_keys(self) -> int:
         """The number of keys in the complete underlying store."""
         return self._open_store().num_keys()
-
-    @property
-    def authenticated(self) -> bool:
-        return self._store.authenticated
-
-    @property
-    def secret(self) -> bytes | None:
-        return self._store.secret
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.prefix!r}, {self._store!r})"

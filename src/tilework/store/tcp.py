@@ -61,6 +61,8 @@ class TCPStore(RemoteStore):
         b'v'
     """
 
+    arrival_name = ""
+
     def __init__(
         self,
         host: str,
@@ -83,7 +85,7 @@ class TCPStore(RemoteStore):
         if lease is not None:
             where = TcpAddress(host, lease.port)
         self.host, self.port = where.host, where.port
-        self._expected, self._name = world_size, os.urandom(16).hex()
+        self._expected, self.arrival_name = world_size, os.urandom(16).hex()
         with answers_within(timeout):
             super().__init__(where, timeout, secret, lease)
             try:
@@ -101,18 +103,14 @@ class TCPStore(RemoteStore):
         lost = self._words(_LOST_KEY)
         given_up = self.get(_GIVEN_UP_KEY).decode() if self.check([_GIVEN_UP_KEY]) else ""
         if given_up:
-            self.append(_HEARD_KEY, f"{self._name} ")
+            self.append(_HEARD_KEY, f"{self.arrival_name} ")
         return Arrivals(self._expected, came, lost, given_up)
-
-    @property
-    def arrival_name(self) -> str:
-        return self._name
 
     def _join(self, wait_for: int | None) -> None:
         if self._expected is None:
-            self._send(Code.JOIN, [self._name.encode()])
+            self._send(Code.JOIN, [self.arrival_name.encode()])
         else:
-            request = wire.encode(Code.JOIN, (self._name.encode(), _LOST_KEY.encode()))
+            request = wire.encode(Code.JOIN, (self.arrival_name.encode(), _LOST_KEY.encode()))
             self._hold(request, until_closed=True)
         if wait_for is None or wait_for <= 1:
             return

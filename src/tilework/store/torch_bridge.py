@@ -42,6 +42,8 @@ class TorchStoreAdapter(Store):
         b'v'
     """
 
+    authenticated = False
+
     def __init__(
         self,
         store: c10d.Store,
@@ -51,7 +53,7 @@ class TorchStoreAdapter(Store):
         # Any: torch's stubs lack some methods of stores.
         self._store = cast(Any, store)
         super().__init__(self._store.timeout if timeout is None else timeout)
-        self._authenticated = authenticated
+        self.authenticated = authenticated
         # FileStore has none of append, multi_get and multi_set.
         self._extended = bool(self._store.has_extended_api())
 
@@ -153,11 +155,6 @@ class TorchStoreAdapter(Store):
     def queue_len(self, key: str) -> int:
         checks.key_bytes(key)
         return int(self._call("queue_len", key))
-
-    @property
-    def authenticated(self) -> bool:
-        """The constructor's ``authenticated``; torch's TCPStore itself lets everybody in."""
-        return self._authenticated
 
     def __repr__(self) -> str:
         return f"TorchStoreAdapter({type(self._store).__name__})"

@@ -37,8 +37,6 @@ class UnixStore(RemoteStore):
         b'v'
     """
 
-    authenticated = True
-
     def __init__(
         self,
         address: str,
@@ -54,3 +52,4 @@ class UnixStore(RemoteStore):
         if server is not None:
             server.start()
         super().__init__(where, timeout, secret, server.close if server is not None else None)
+        self.authenticated = True

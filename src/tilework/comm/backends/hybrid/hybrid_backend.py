@@ -38,17 +38,14 @@ LINK_VARIABLE: Final = "TILEWORK_LINK"
 class HybridGroup(NativeGroup):
     """A process group of the backend ``hybrid``, with ranks on several hosts."""
 
+    authenticated = False
     lacks: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.RANK_ORDER, Capability.WIDE_SUMS}
     )
 
     def __init__(self, engine: HybridEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)
-        self._authenticated = request.store.authenticated
-
-    @property
-    def authenticated(self) -> bool:
-        return self._authenticated
+        self.authenticated = request.store.authenticated
 
 
 def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:

@@ -49,6 +49,7 @@ class EngineGroup(NativeGroup):
     engine: ComparedEngine
     uneven_sizes = False
     holds_copies = True
+    authenticated = False
     lacks: ClassVar[frozenset[Capability]] = frozenset(
         {
             *(Capability.UNEVEN_SIZES, Capability.RANK_ORDER, Capability.SAME_BITS),
@@ -58,14 +59,10 @@ class EngineGroup(NativeGroup):
 
     def __init__(self, engine: ComparedEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)
-        self._authenticated = request.store.authenticated
+        self.authenticated = request.store.authenticated
         self.devices = request.devices or tuple(Backend.backend_capability[engine.name])
         self.holds_memory = engine.mover.blocks
         engine.refusal = _refusal_of(weakref.ref(self))
-
-    @property
-    def authenticated(self) -> bool:
-        return self._authenticated
 
     def close(self) -> None:
         """Leave the group.
