@@ -22,14 +22,8 @@ from tilework.rendezvous.internal import ENDS_VARIABLE
 #: Variables of another launcher, which a rank must not take for its own.
 _FOREIGN: Final = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
-    *(
-        "TILEWORK_STORE",
-        "TILEWORK_MASTER",
-        "TILEWORK_SECRET",
-        ENDS_VARIABLE,
-        REJOIN_VARIABLE,
-        MIN_RANKS_VARIABLE,
-    ),
+    *("TILEWORK_STORE", "TILEWORK_MASTER", "TILEWORK_SECRET"),
+    *(ENDS_VARIABLE, REJOIN_VARIABLE, MIN_RANKS_VARIABLE),
 )
 
 
@@ -76,26 +70,22 @@ def rank_environment(
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
     }
-    if rendezvous.secret:
-        own["TILEWORK_SECRET"] = rendezvous.secret
-    if rendezvous.store is not None:
-        own["TILEWORK_STORE"] = rendezvous.store
     if rendezvous.master is not None:
         own["MASTER_ADDR"], own["MASTER_PORT"] = rendezvous.master[0], str(rendezvous.master[1])
         if rendezvous.store is not None:  # tilework's own ranks still meet there
             own["TILEWORK_MASTER"] = f"{rendezvous.master[0]}:{rendezvous.master[1]}"
-    if rendezvous.ends is not None:
-        own[ENDS_VARIABLE] = rendezvous.ends
-    if settings.backend is not None:
-        own["TILEWORK_BACKEND"] = settings.backend
-    if settings.timeout is not None:
-        own["TILEWORK_TIMEOUT"] = f"{settings.timeout.total_seconds():.15g}"
-    if settings.trace is not None:
-        own[TRACE_VARIABLE] = str(settings.trace.absolute())
-    if settings.watch is not None:
-        own[WATCH_VARIABLE] = "1"
-    if settings.elastic is not None:
-        own[MIN_RANKS_VARIABLE] = str(settings.elastic[0])
+    timeout = settings.timeout
+    asked = {
+        "TILEWORK_SECRET": rendezvous.secret,
+        "TILEWORK_STORE": rendezvous.store,
+        ENDS_VARIABLE: rendezvous.ends,
+        "TILEWORK_BACKEND": settings.backend,
+        "TILEWORK_TIMEOUT": timeout and f"{timeout.total_seconds():.15g}",
+        TRACE_VARIABLE: settings.trace and str(settings.trace.absolute()),
+        WATCH_VARIABLE: settings.watch and "1",
+        MIN_RANKS_VARIABLE: settings.elastic and str(settings.elastic[0]),
+    }
+    own |= {name: value for name, value in asked.items() if value}
     return kept | library_environment(settings, inherited) | own
 
 

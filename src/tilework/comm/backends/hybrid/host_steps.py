@@ -380,10 +380,8 @@ def scatter(context: StepContext, operation: Operation) -> Step:
 def all_to_all(context: StepContext, operation: Operation) -> Step:
     """All-to-all on each host; every rank exchanges with each rank of the other hosts directly."""
     hosts = context.hosts
-    inputs, outputs = (
-        split_parts(operation.inputs, context.size),
-        split_parts(operation.outputs, context.size),
-    )
+    inputs = split_parts(operation.inputs, context.size)
+    outputs = split_parts(operation.outputs, context.size)
     taken = {output.data_ptr() for output in outputs if output.numel()}
     # In place, arriving data would overwrite data that was not sent yet.
     leaving = [
