@@ -23,6 +23,8 @@ def test_a_file_that_describes_nothing_raises(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text('{"colour": "blue"}')
     with pytest.raises(ValueError, match=r"unknown: colour.*doctor --describe"):
         Cluster.read(tmp_path / "cluster.json")
+    with pytest.raises(ValueError, match=r"No such file.*doctor --describe"):
+        Cluster.read(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1 GB", "80 gigs"])

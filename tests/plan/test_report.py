@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tilework.distributed as dist
 import tilework.store.barrier
+from tilework import checkpoint
 from tilework.mesh import init_device_mesh
 from tilework.plan import StartCost, pretend
 from tilework.store import HashStore
@@ -62,3 +65,16 @@ def test_starting_is_linear(program: Callable[[], None]) -> None:
     assert large.requests <= 8 * small.requests
     assert large.connections == 8 * small.connections
     assert large.most == small.most
+
+
+@pytest.mark.parametrize("write", [checkpoint.save, checkpoint.async_save])
+def test_checkpoints_are_in_the_report(write: Callable[..., Any], tmp_path: Path) -> None:
+    def program() -> None:
+        state = {"weight": torch.zeros(1000)}
+        write(state, tmp_path / "saved")
+        checkpoint.load(tmp_path / "saved", state)
+
+    with pretend(ranks=2) as job:
+        report = job.run(program, everyone=True)
+    assert sum(each.saved for each in report.kinds) == 4000
+    assert "checkpoints: " in str(report)

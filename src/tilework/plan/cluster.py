@@ -138,7 +138,7 @@ class Cluster:
         """The description in a file.
 
         Raises:
-            ValueError: The file is no description of a cluster.
+            ValueError: The file is no description of a cluster, or cannot be read.
         """
         try:
             given: dict[str, Any] = json.loads(Path(path).read_text())
@@ -149,7 +149,7 @@ class Cluster:
                 given["memory"] = memory_bytes(given["memory"])
             given["measured"] = tuple(given.get("measured", ()))
             return cls(**given)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is no description of a cluster: {error}. `tilework doctor --describe "
                 f"FILE` writes one of this machine"
