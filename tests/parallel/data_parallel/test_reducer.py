@@ -39,7 +39,26 @@ def test_bits_are_the_same_beside_backward_and_at_once(
 
 def test_without_a_spare_core_nothing_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducer, "has_spare_core", lambda ranks: False)
+    monkeypatch.setattr(reducer, "_LEAST_SHARE", 0.0)
     assert all(hidden == 0.0 for _, hidden in run_ranks(2, gradients))
+
+
+@pytest.mark.parametrize(("share", "later"), [(0.0, True), (float("inf"), False)])
+def test_where_others_want_the_cores_only_some_passes_are_at_once(
+    share: float, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducer, "has_spare_core", lambda ranks: False)
+    monkeypatch.setattr(reducer, "_LEAST_SHARE", share)
+
+    def program(rank: int) -> list[bool]:
+        model, found = DistributedDataParallel(nn.Linear(2, 2)), []
+        for _ in range(reducer._LOOK_EVERY + 2):
+            model(torch.ones(1, 2)).sum().backward()
+            found.append(model.reducer._at_once)
+        return found
+
+    expected = [not at % reducer._LOOK_EVERY or later for at in range(reducer._LOOK_EVERY + 2)]
+    assert run_ranks(2, program) == [expected] * 2
 
 
 def test_a_core_is_spare_beyond_one_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:

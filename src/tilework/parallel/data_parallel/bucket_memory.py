@@ -121,10 +121,12 @@ class BucketMemory:
 
     def _is_inside(self, place: int, grad: Tensor) -> bool:
         """True if ``grad`` already lies in the bucket's memory, at ``place``."""
-        view = self.views[place]
-        if grad.layout is not torch.strided:
+        _, views, addresses = self._memory or self._allocate()
+        if grad.layout is not _STRIDED or grad.data_ptr() != addresses[place]:
             return False
-        return address_of(grad) == address_of(view) and grad.stride() == view.stride()
+        view = views[place]
+        at_place = not view.is_meta or address_of(grad) == address_of(view)
+        return at_place and grad.stride() == view.stride()
 
     def move(self, place: int) -> None:
         """Copy a gradient of this pass into the bucket, and make the copy the gradient. Local."""
@@ -140,11 +142,12 @@ class BucketMemory:
 
     def _part(self, place: int) -> Tensor:
         """A tensor on the part of one gradient: a view, or a tensor that keeps the memory alive."""
-        view = self.views[place]
+        flat, views, addresses = self._memory or self._allocate()
+        view = views[place]
         if self._keeps_views or view.is_meta:
             return view
-        memory: Any = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
-        memory.owner = self.flat
+        memory: Any = (ctypes.c_char * view.nbytes).from_address(addresses[place])
+        memory.owner = flat
         self._leases[place] = weakref.ref(memory)
         part = torch.frombuffer(memory, dtype=self.dtype)
         return part.as_strided_(view.shape, view.stride())

@@ -3,11 +3,11 @@
 Each parameter's post-accumulate hook marks a gradient as ready. A bucket starts when all gradients
 of the bucket are ready and all buckets before it have started: by then the bucket's memory has all
 of the gradients, and the core's thread averages it. The last bucket is averaged at once, because
-nothing is left to compute beside it; so are all buckets where no processor is idle. At the end of
-the backward pass the reducer starts the remaining buckets with zeros, waits for all of them, and
-makes the averages the gradients. All ranks therefore start the same buckets in the same order in
-every pass, and no rank waits for another that has fewer gradients. The ranks compare afterwards
-which gradients they had.
+nothing is left to compute beside it; so are all buckets where the ranks alone keep all processors
+busy. At the end of the backward pass the reducer starts the remaining buckets with zeros, waits for
+all of them, and makes the averages the gradients. All ranks therefore start the same buckets in the
+same order in every pass, and no rank waits for another that has fewer gradients. The ranks compare
+afterwards which gradients they had.
 
 The scheme is that of S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training*, VLDB 2020.
@@ -29,7 +29,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from tilework.comm.contract import ProcessGroup, ReduceOp, Work
 from tilework.comm.operations.internal import agree, all_reduce, all_reduce_sparse, broadcast
-from tilework.comm.per_call.internal import address_of, lacks_memory, unrecorded
+from tilework.comm.per_call.internal import (
+    address_of,
+    current_recorder,
+    lacks_memory,
+    unrecorded,
+)
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
@@ -42,6 +47,9 @@ from tilework.parallel.data_parallel.report import BucketTimes, PassTimes, StepR
 #: What ``then`` of torch's futures returns is typed as the base class.
 _AnyFuture: Any = torch._C.Future
 _engine: Any = torch.autograd.Variable._execution_engine
+#: Other programs want the cores if a backward pass gets less than this share of the time; in every
+#: so many passes this is measured again.
+_LEAST_SHARE, _LOOK_EVERY = 0.9, 16
 
 
 @dataclass(frozen=True)
@@ -109,10 +117,11 @@ class Reducer:
         self._pending: list[int] = []
         #: The node that accumulated a gradient in the last pass, and likely does in the next.
         self._likely_node: Any = None
-        #: Without a free CPU the core's thread takes turns with backward, and is woken for
-        #: each bucket: reducing at once is quicker then. Not where ranks' graphs may differ: a rank
-        #: would wait for a bucket that another starts at the end.
+        #: Without a free CPU the core's thread takes turns with backward: reducing at once is
+        #: quicker then, unless other programs get the CPUs whenever backward waits. Not where
+        #: ranks' graphs may differ: a rank would wait for a bucket that another starts at the end.
         self._overlaps = options.find_unused or has_spare_core(group.size())
+        self._at_once = self._is_crowded = False
         self._tensors = [leaf.tensor for leaf in self.leaves]
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
         self._remove_hooks = finalize(self, _remove_all, self._removers)
@@ -245,7 +254,7 @@ class Reducer:
         self._is_simple = self.rebuilt and not self.options.static_graph
         if not self.rebuilt:
             self._order = []
-        self._clock = PassTimes(started=time.perf_counter())
+        self._start_clock()
         _engine.queue_callback(self._end)
         self._open_memories()
         unused, self._unused_ahead = self._unused_ahead, None
@@ -258,6 +267,12 @@ class Reducer:
                 if count == 0:
                     self._missing.append(index)
                     self._count_down(index)
+
+    def _start_clock(self) -> None:
+        self._clock, self._cpu_time = PassTimes(started=time.perf_counter()), time.thread_time()
+        # Ranks record the same program, whatever else their cores do.
+        looks = not self.passes % _LOOK_EVERY or current_recorder() is not None
+        self._at_once = not self._overlaps and (looks or not self._is_crowded)
 
     def begin_accumulating(self) -> None:
         """Let the backward pass that runs move the gradients into the buckets. Local."""
@@ -387,7 +402,7 @@ class Reducer:
 
     def _start_reduction(self, bucket: _Bucket, memory: BucketMemory) -> None:
         is_last = bucket.index == len(self.buckets) - 1
-        at_once = is_last or not self._overlaps
+        at_once = is_last or self._at_once
         if self.hook is None:
             bucket.work = self._average(memory.flat, async_op=not at_once)
             if at_once:
@@ -435,7 +450,10 @@ class Reducer:
             self._start(bucket)
         self._next = len(self.buckets)
         self._missing = sorted(set(self._missing))
-        self._clock.computed = time.perf_counter()
+        self._clock.computed = now = time.perf_counter()
+        if self._at_once:
+            share = _LEAST_SHARE * (now - self._clock.started - self._clock.blocked)
+            self._is_crowded = time.thread_time() - self._cpu_time < share
         used = self._compare()
         for bucket in self.buckets:
             self._wait(bucket)
