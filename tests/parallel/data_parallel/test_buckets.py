@@ -11,7 +11,6 @@ from tilework.parallel import compute_bucket_assignment_by_size
 from tilework.parallel.data_parallel.buckets import (
     BucketPlan,
     bucket_bytes_of,
-    ordered_plan,
     plan_buckets,
 )
 
@@ -64,7 +63,7 @@ def test_indices_name_the_tensors() -> None:
 
 
 def test_a_plan_follows_the_order_of_gradients() -> None:
-    plan = ordered_plan(floats(2, 2, 2), [False] * 3, (16,), [1, 0, 2])
+    plan = plan_buckets(floats(2, 2, 2), [16], indices=[1, 0, 2])
     assert plan.buckets == ((1, 0), (2,))
 
 

@@ -28,12 +28,10 @@ class BucketPlan:
 
 @dataclass
 class _Open:
+    #: The numbers of the tensors in the bucket, the size of these, and the limit, by index.
     indices: list[int] = field(default_factory=list)
-    """The numbers of the tensors in the bucket."""
     size_bytes: int = 0
-    """The size of these tensors."""
     limit: int = 0
-    """The index of the limit that closes the bucket."""
 
 
 def plan_buckets(
@@ -130,23 +128,6 @@ def compute_bucket_assignment_by_size(
         tensors, bucket_size_limits, sparse=expect_sparse_gradient, indices=tensor_indices
     )
     return [list(bucket) for bucket in plan.buckets], list(plan.size_limits)
-
-
-def ordered_plan(
-    parameters: Sequence[Tensor],
-    sparse: Sequence[bool],
-    size_limits: Sequence[int],
-    order: Sequence[int],
-) -> BucketPlan:
-    """The plan for gradients that come in ``order``, a permutation of the parameters' indices."""
-    if not parameters:
-        return BucketPlan((), ())
-    return plan_buckets(
-        [parameters[index] for index in order],
-        size_limits,
-        sparse=[sparse[index] for index in order],
-        indices=order,
-    )
 
 
 def size_limits_of(

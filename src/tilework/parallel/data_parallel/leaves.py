@@ -22,11 +22,6 @@ class GradLeaf:
     tensor: Tensor
     sparse: bool = False
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The present ``.grad`` of the parameter."""
-        return self.tensor.grad
-
     def on_grad(self, call: Callable[[Tensor], None]) -> Any:
         """Run ``call`` whenever backward has added to the gradient; returns a handle."""
         leaf: Any = self.tensor

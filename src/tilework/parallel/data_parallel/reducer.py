@@ -38,7 +38,7 @@ from tilework.comm.per_call.internal import (
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
-from tilework.parallel.data_parallel.buckets import BucketPlan, ordered_plan
+from tilework.parallel.data_parallel.buckets import BucketPlan, plan_buckets
 from tilework.parallel.data_parallel.leaves import GradLeaf, grad_dtype_of
 from tilework.parallel.data_parallel.outputs import accumulators
 from tilework.parallel.data_parallel.replicas import HOOKS_COME_FIRST, Replica
@@ -167,8 +167,11 @@ class Reducer:
     # -- buckets -----------------------------------------------------------------------------
 
     def _plan(self, order: Sequence[int]) -> BucketPlan:
-        sparse = [leaf.sparse for leaf in self.leaves]
-        return ordered_plan(self._tensors, sparse, self.options.size_limits, order)
+        if not self.leaves:
+            return BucketPlan((), ())
+        tensors = [self._tensors[index] for index in order]
+        sparse = [self.leaves[index].sparse for index in order]
+        return plan_buckets(tensors, self.options.size_limits, sparse=sparse, indices=order)
 
     def _assign(self, plan: BucketPlan) -> None:
         self.plan = plan
