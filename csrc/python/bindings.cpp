@@ -340,26 +340,32 @@ void bind_provenance(nb::module_& m) {
       "address"_a, "shape"_a, "strides"_a, "item_bytes"_a, "samples"_a);
 }
 
-/// As fast_path_run, on the path of every operator on DTensors.
+/// As fast_path_run: these are on the path of every operator on DTensors.
 PyObject* operator_call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count != 3) {
     PyErr_Format(PyExc_TypeError, "an operator's call has 3 arguments, not %zd", count);
     return nullptr;
   }
-  try {
-    return nb::inst_ptr<OperatorCall>(self)->run(args[0], args[1], args[2]);
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  return guarded([&] {
+    return nb::inst_ptr<OperatorCall>(self)->run(args[0], args[1], args[2]).release().ptr();
+  });
+}
+
+/// `self` is a tuple: the handlers, and what is called otherwise.
+PyObject* torch_function_call(PyObject* self, PyObject* const* args, Py_ssize_t count,
+                              PyObject* keywords) {
+  PyObject *const handlers = PyTuple_GET_ITEM(self, 0), *const otherwise =
+                                                            PyTuple_GET_ITEM(self, 1);
+  return guarded(
+      [&] { return torch_function(handlers, otherwise, args, count, keywords).release().ptr(); });
 }
 
 void bind_operator_call(nb::module_& m) {
-  static PyMethodDef call = {
-      "operator_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(operator_call)),
-      METH_FASTCALL, nullptr};
+  static PyMethodDef call = {"operator_call", fast_call(operator_call), METH_FASTCALL, nullptr};
+  static PyMethodDef intercept = {
+      "torch_function",
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(torch_function_call)),
+      METH_FASTCALL | METH_KEYWORDS, nullptr};
   nb::class_<OperatorCall>(m, "OperatorCall");
   m.def(
       "operator_call",
@@ -369,6 +375,13 @@ void bind_operator_call(nb::module_& m) {
         return nb::steal(PyCFunction_New(&call, self.ptr()));
       },
       "python"_a, "values_matter"_a);
+  m.def(
+      "torch_function",
+      [](nb::handle handlers, nb::handle otherwise) {
+        return nb::steal(PyCFunction_New(&intercept, nb::make_tuple(handlers, otherwise).ptr()));
+      },
+      "handlers"_a, "otherwise"_a);
+  m.def("wrap_as", &wrap_as, "kind"_a, "local"_a, "spec"_a, "digest"_a.none() = nb::none());
 }
 
 void bind_random(nb::module_& m) {

@@ -1,8 +1,12 @@
 #include "python/operator_call.h"
 
+#include <structmember.h>
+
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory_resource>
+#include <vector>
 
 namespace tilework {
 namespace {
@@ -10,39 +14,9 @@ namespace {
 /// Larger whole numbers are hashed by their digits: see ``number_seed`` in Python.
 constexpr long long kMostHashed = 1LL << 60;
 
-/// Names of attributes, interned once: their look-up compares addresses.
-struct Attributes {
-#define TILEWORK_NAME(name) PyObject* name = PyUnicode_InternFromString(#name)
-  TILEWORK_NAME(_view_of);
-  TILEWORK_NAME(_local_tensor);
-  TILEWORK_NAME(_made_without_grad);
-  TILEWORK_NAME(_digest);
-  TILEWORK_NAME(_spec);
-  TILEWORK_NAME(requires_grad);
-  TILEWORK_NAME(dtype);
-  TILEWORK_NAME(mesh);
-  TILEWORK_NAME(op_shardings);
-  TILEWORK_NAME(digest);
-  TILEWORK_NAME(as_is);
-  TILEWORK_NAME(as_is_without_grad);
-  TILEWORK_NAME(output);
-  TILEWORK_NAME(detach);
-  TILEWORK_NAME(out);
-#undef TILEWORK_NAME
-};
-
-const Attributes& names() {
-  static const auto* all = new Attributes();
-  return *all;
-}
-
 nb::object taken(PyObject* made) {
   if (made == nullptr) throw nb::python_error();
   return nb::steal(made);
-}
-
-nb::object get(nb::handle object, PyObject* name) {
-  return taken(PyObject_GetAttr(object.ptr(), name));
 }
 
 bool is_true(nb::handle object) {
@@ -57,8 +31,90 @@ nb::object call_with(nb::handle function, Args... args) {
   return taken(PyObject_Vectorcall(function.ptr(), all, sizeof...(args), nullptr));
 }
 
-void append(nb::handle list, nb::handle item) {
-  if (PyList_Append(list.ptr(), item.ptr()) < 0) throw nb::python_error();
+nb::handle type_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
+
+/// An attribute by name. Where the objects of the class that had it last keep it in a slot, or compute it
+/// in C, it is read there; else as Python reads it.
+class Attribute {
+ public:
+  explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
+
+  nb::object of(nb::handle object) {
+    if (Py_TYPE(object.ptr()) != type_) look_at(Py_TYPE(object.ptr()));
+    if (offset_ != 0) {
+      char* const at = reinterpret_cast<char*>(object.ptr()) + offset_;
+      if (PyObject* const value = *reinterpret_cast<PyObject**>(at)) return nb::borrow(value);
+    } else if (getter_ != nullptr) {
+      return taken(getter_->get(object.ptr(), getter_->closure));
+    }
+    return taken(PyObject_GetAttr(object.ptr(), name_));
+  }
+
+  void set(nb::handle object, nb::handle value) {
+    if (PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0) throw nb::python_error();
+  }
+
+ private:
+  void look_at(PyTypeObject* type) {
+    PyObject* const found = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_);
+    PyErr_Clear();
+    PyMemberDef* const member = found && Py_IS_TYPE(found, &PyMemberDescr_Type)
+                                    ? reinterpret_cast<PyMemberDescrObject*>(found)->d_member
+                                    : nullptr;
+    const bool has_getter = found && Py_IS_TYPE(found, &PyGetSetDescr_Type);
+    offset_ = member && member->type == T_OBJECT_EX ? member->offset : 0;
+    getter_ = has_getter ? reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset : nullptr;
+    Py_XDECREF(found);
+    Py_XSETREF(type_, reinterpret_cast<PyTypeObject*>(Py_NewRef(type)));  // keeps the address
+  }
+
+  PyObject* const name_;
+  PyTypeObject* type_ = nullptr;
+  Py_ssize_t offset_ = 0;
+  const PyGetSetDef* getter_ = nullptr;
+};
+
+/// Attributes, and torch's functions as they were at the first use; lives as long as the process.
+struct Known {
+#define TILEWORK_NAME(name) \
+  name { #name }
+  Attribute TILEWORK_NAME(_view_of), TILEWORK_NAME(_local_tensor),
+      TILEWORK_NAME(_made_without_grad), TILEWORK_NAME(_digest), TILEWORK_NAME(_spec),
+      TILEWORK_NAME(requires_grad), TILEWORK_NAME(is_cpu), TILEWORK_NAME(device),
+      TILEWORK_NAME(dtype), TILEWORK_NAME(size), TILEWORK_NAME(mesh), TILEWORK_NAME(op_shardings),
+      TILEWORK_NAME(digest), TILEWORK_NAME(as_is), TILEWORK_NAME(as_is_without_grad),
+      TILEWORK_NAME(output);
+#undef TILEWORK_NAME
+  nb::object torch = nb::module_::import_("torch"), tensor = torch.attr("Tensor");
+  nb::object make = tensor.attr("_make_wrapper_subclass"), detach = tensor.attr("detach");
+  nb::object grad_enabled = torch.attr("is_grad_enabled"), cpu = torch.attr("device")("cpu");
+  nb::dict options_on_cpu;  // by dtype: what a tensor is made with that requires no gradient
+};
+
+Known& known() {
+  // Not guarded as C++ does it: a thread that waited for the guard would hold the GIL.
+  static Known* all = nullptr;
+  if (all == nullptr) all = new Known();
+  return *all;
+}
+
+bool records_gradients() { return is_true(taken(PyObject_CallNoArgs(known().grad_enabled.ptr()))); }
+
+using Items = std::pmr::vector<nb::object>;
+
+nb::object tuple_of(const Items& items) {
+  nb::object made = taken(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
+  Py_ssize_t i = 0;
+  for (const nb::object& item : items) PyTuple_SET_ITEM(made.ptr(), i++, Py_NewRef(item.ptr()));
+  return made;
+}
+
+nb::object list_of(const Items& items) { return taken(PySequence_List(tuple_of(items).ptr())); }
+
+void append(Items& items, PyObject* item) { items.push_back(nb::borrow(item)); }
+void append(Items& items, nb::object item) { items.push_back(std::move(item)); }
+void append_all(Items& items, const nb::list& more) {
+  for (nb::handle item : more) items.push_back(nb::borrow(item));
 }
 
 bool is_number(PyTypeObject* type) {
@@ -88,9 +144,16 @@ nb::object bits_of(double value) {
 
 /// What is known of a call's arguments so far.
 struct OperatorCall::Reading {
-  nb::object key = taken(PyList_New(0)), tensors = taken(PyList_New(0));
-  nb::object locals = taken(PyList_New(0)), seeds = taken(PyList_New(0));
-  nb::object mesh = nb::none();
+  Reading() {
+    for (Items* items : {&key, &tensors, &locals, &seeds}) items->reserve(kFew);
+  }
+
+  static constexpr size_t kFew = 12;
+  char memory[4 * kFew * sizeof(PyObject*)];
+  std::pmr::monotonic_buffer_resource on_stack{memory, sizeof memory};
+  Items key{&on_stack}, tensors{&on_stack}, locals{&on_stack}, seeds{&on_stack};
+  /// The first DTensor's layout, and the shardings of calls that its mesh has cached.
+  nb::object spec, shardings;
   /// As is: each tensor is a DTensor, and an argument by itself.
   bool as_is = true, graded = false, requires_grad = false;
   /// False if its DTensors may be on several meshes.
@@ -101,7 +164,6 @@ OperatorCall::OperatorCall(const nb::object& python, bool values_matter)
     : values_matter_(values_matter) {
 #define TILEWORK_FIELD(name) name = python.attr(#name)
   TILEWORK_FIELD(dtensor);
-  TILEWORK_FIELD(tensor);
   TILEWORK_FIELD(size);
   TILEWORK_FIELD(sequence_end);
   TILEWORK_FIELD(number_seed);
@@ -109,8 +171,6 @@ OperatorCall::OperatorCall(const nb::object& python, bool values_matter)
   TILEWORK_FIELD(local_of);
   TILEWORK_FIELD(digest_of);
   TILEWORK_FIELD(add_to_key);
-  TILEWORK_FIELD(grad_enabled);
-  TILEWORK_FIELD(wrap_as);
   TILEWORK_FIELD(call);
   TILEWORK_FIELD(from_key);
   TILEWORK_FIELD(from_sharding);
@@ -119,31 +179,32 @@ OperatorCall::OperatorCall(const nb::object& python, bool values_matter)
 }
 
 bool OperatorCall::read_dtensor(Reading& reading, PyObject* arg, bool by_itself) {
-  const Attributes& name = names();
-  if (!get(arg, name._view_of).is_none()) call_with(refresh, arg);
-  nb::object local = get(arg, name._local_tensor);
+  Known& name = known();
+  if (!name._view_of.of(arg).is_none()) call_with(refresh, arg);
+  nb::object local = name._local_tensor.of(arg);
   if (by_itself && reading.graded) {
-    if (is_true(get(arg, name._made_without_grad))) local = call_with(local_of, arg);
-    if (!reading.requires_grad) reading.requires_grad = is_true(get(local, name.requires_grad));
+    if (is_true(name._made_without_grad.of(arg))) local = call_with(local_of, arg);
+    if (!reading.requires_grad) reading.requires_grad = is_true(name.requires_grad.of(local));
   }
   append(reading.tensors, arg);
-  nb::object digest = get(arg, name._digest);
-  if (digest.is_none()) digest = call_with(digest_of, arg);
-  append(reading.seeds, digest);
-  const nb::object spec = get(arg, name._spec);
+  nb::object digest = name._digest.of(arg);
+  append(reading.seeds, digest.is_none() ? call_with(digest_of, arg) : digest);
+  const nb::object spec = name._spec.of(arg);
   append(reading.key, taken(PyLong_FromVoidPtr(spec.ptr())));  // which the sharding keeps alive
-  append(reading.key, get(local, name.dtype));
-  if (by_itself) append(reading.locals, local);
-  nb::object mesh = get(spec, name.mesh);
-  if (reading.mesh.is_none())
-    reading.mesh = std::move(mesh);
-  else if (mesh.ptr() != reading.mesh.ptr())
+  append(reading.key, name.dtype.of(local));
+  if (by_itself) append(reading.locals, std::move(local));
+  nb::object shardings = name.op_shardings.of(spec);
+  if (!reading.shardings.is_valid()) {
+    reading.shardings = std::move(shardings);
+    reading.spec = spec;
+  } else if (!shardings.is(reading.shardings)) {
     reading.one_mesh = false;
+  }
   return false;
 }
 
 bool OperatorCall::read_number(Reading& reading, PyObject* number) {
-  append(reading.key, reinterpret_cast<PyObject*>(Py_TYPE(number)));
+  append(reading.key, type_of(number).ptr());
   if (values_matter_) {
     // 0.0 equals -0.0, and 0 False; complex numbers may have either zero within.
     if (is_true(number) && !PyComplex_CheckExact(number))
@@ -161,25 +222,26 @@ bool OperatorCall::read_number(Reading& reading, PyObject* number) {
 }
 
 bool OperatorCall::read_sequence(Reading& reading, PyObject* sequence) {
-  append(reading.key, reinterpret_cast<PyObject*>(Py_TYPE(sequence)));
+  append(reading.key, type_of(sequence).ptr());
   bool has_none = true;
   // By index: what is called for an item may change a list.
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
     const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(sequence, i));
     has_none = read(reading, item.ptr(), false) && has_none;
   }
-  append(reading.key, sequence_end);
+  append(reading.key, sequence_end.ptr());
   return has_none;
 }
 
 bool OperatorCall::read_other(Reading& reading, PyObject* arg) {
-  const Py_ssize_t before = PyList_GET_SIZE(reading.tensors.ptr());
-  const nb::object has_none = call_with(add_to_key, arg, reading.key.ptr(), reading.tensors.ptr(),
-                                        reading.seeds.ptr(), values_matter_ ? Py_True : Py_False);
-  for (Py_ssize_t i = before; i < PyList_GET_SIZE(reading.tensors.ptr()); ++i)
-    if (reinterpret_cast<PyObject*>(Py_TYPE(PyList_GET_ITEM(reading.tensors.ptr(), i))) ==
-        dtensor.ptr())
-      reading.one_mesh = false;  // or not, as Python will tell
+  const nb::list key, tensors, seeds;
+  const nb::object has_none = call_with(add_to_key, arg, key.ptr(), tensors.ptr(), seeds.ptr(),
+                                        values_matter_ ? Py_True : Py_False);
+  for (nb::handle each : tensors)
+    if (type_of(each.ptr()).is(dtensor)) reading.one_mesh = false;  // or not, as Python will tell
+  append_all(reading.key, key);
+  append_all(reading.tensors, tensors);
+  append_all(reading.seeds, seeds);
   return is_true(has_none);
 }
 
@@ -193,7 +255,7 @@ bool OperatorCall::read(Reading& reading, PyObject* arg, bool by_itself) {
       reinterpret_cast<PyObject*>(type) == size.ptr())
     return read_sequence(reading, arg);
   if (arg != Py_None && type != &PyUnicode_Type) return read_other(reading, arg);
-  append(reading.key, reinterpret_cast<PyObject*>(type));
+  append(reading.key, type_of(arg).ptr());
   append(reading.key, arg);
   return true;
 }
@@ -212,9 +274,9 @@ bool OperatorCall::read_named(Reading& reading, PyObject* kwargs) {
 }
 
 nb::object OperatorCall::find_sharding(Reading& reading) {
-  const nb::object key = taken(PyList_AsTuple(reading.key.ptr()));
-  const nb::object cache = get(reading.mesh, names().op_shardings);
-  if (PyObject* found = PyDict_GetItemWithError(cache.ptr(), key.ptr())) return nb::borrow(found);
+  PyObject* const cache = reading.shardings.ptr();
+  if (PyObject* found = PyDict_GetItemWithError(cache, tuple_of(reading.key).ptr()))
+    return nb::borrow(found);
   if (PyErr_Occurred()) {
     // An argument without a hash: Python says so again, and does without the cache.
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
@@ -224,64 +286,92 @@ nb::object OperatorCall::find_sharding(Reading& reading) {
 }
 
 nb::object OperatorCall::digest_of_call(Reading& reading, nb::handle sharding) {
-  nb::object first = get(sharding, names().digest);
-  if (PyList_SetItem(reading.seeds.ptr(), 0, first.release().ptr()) < 0) throw nb::python_error();
-  const nb::object seeds = taken(PyList_AsTuple(reading.seeds.ptr()));
-  const Py_hash_t hash = PyObject_Hash(seeds.ptr());
+  reading.seeds[0] = known().digest.of(sharding);
+  const Py_hash_t hash = PyObject_Hash(tuple_of(reading.seeds).ptr());
   if (hash == -1) throw nb::python_error();
   return taken(PyLong_FromSsize_t(hash));
 }
 
-PyObject* OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
-  const Attributes& name = names();
+nb::object OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
+  static PyObject* const out = PyUnicode_InternFromString("out");
+  Known& name = known();
   if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs) ||
-      (PyDict_GET_SIZE(kwargs) > 0 && PyDict_Contains(kwargs, name.out)))
-    return call_with(call, func, args, kwargs).release().ptr();
+      (PyDict_GET_SIZE(kwargs) > 0 && PyDict_Contains(kwargs, out)))
+    return call_with(call, func, args, kwargs);
   Reading reading;
-  reading.graded = is_true(taken(PyObject_CallNoArgs(grad_enabled.ptr())));
+  reading.graded = records_gradients();
   append(reading.key, func);
-  append(reading.seeds, nb::none());  // the sharding's digest, once it is known
+  append(reading.seeds, Py_None);  // the sharding's digest, once it is known
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-    const bool has_none = read(reading, PyTuple_GET_ITEM(args, i), true);
-    const bool is_dtensor =
-        reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(args, i))) == dtensor.ptr();
-    reading.as_is = reading.as_is && (has_none || is_dtensor);
+    PyObject* const arg = PyTuple_GET_ITEM(args, i);
+    const bool has_none = read(reading, arg, true);
+    reading.as_is = reading.as_is && (has_none || type_of(arg).is(dtensor));
   }
-  PyObject* const graded = reading.graded ? Py_True : Py_False;
   nb::object sharding = nb::none();
   const bool names_read = read_named(reading, kwargs);
-  const bool one_mesh = reading.one_mesh && !reading.mesh.is_none();
-  if (names_read && one_mesh) sharding = find_sharding(reading);
+  if (names_read && reading.one_mesh && reading.shardings.is_valid())
+    sharding = find_sharding(reading);
   if (sharding.is_none() && names_read && PyDict_GET_SIZE(kwargs) > 0)
-    return call_with(call, func, args, kwargs).release().ptr();
+    return call_with(call, func, args, kwargs);
+  const auto truth = [](bool value) { return value ? Py_True : Py_False; };
   if (sharding.is_none())
-    return call_with(from_key, func, args, kwargs, reading.key.ptr(), reading.tensors.ptr(),
-                     reading.locals.ptr(), reading.seeds.ptr(), reading.as_is ? Py_True : Py_False,
-                     graded, reading.requires_grad ? Py_True : Py_False)
-        .release()
-        .ptr();
+    return call_with(from_key, func, args, kwargs, list_of(reading.key).ptr(),
+                     list_of(reading.tensors).ptr(), list_of(reading.locals).ptr(),
+                     list_of(reading.seeds).ptr(), truth(reading.as_is), truth(reading.graded),
+                     truth(reading.requires_grad));
   const nb::object digest = digest_of_call(reading, sharding);
   const bool with_gradients = reading.graded && reading.requires_grad;
-  if (!reading.as_is || !(is_true(get(sharding, name.as_is)) ||
-                          (!with_gradients && is_true(get(sharding, name.as_is_without_grad)))))
-    return call_with(from_sharding, sharding.ptr(), func, args, kwargs, reading.tensors.ptr(),
-                     reading.mesh.ptr(), digest.ptr())
-        .release()
-        .ptr();
-  nb::object result = taken(
-      PyObject_VectorcallDict(func, PySequence_Fast_ITEMS(reading.locals.ptr()),
-                              static_cast<size_t>(PyList_GET_SIZE(reading.locals.ptr())), kwargs));
-  const nb::object output = get(sharding, name.output);
-  if (output.is_none() || reinterpret_cast<PyObject*>(Py_TYPE(result.ptr())) != tensor.ptr())
+  if (!reading.as_is || !(is_true(name.as_is.of(sharding)) ||
+                          (!with_gradients && is_true(name.as_is_without_grad.of(sharding)))))
+    return call_with(from_sharding, sharding.ptr(), func, args, kwargs,
+                     list_of(reading.tensors).ptr(), name.mesh.of(reading.spec).ptr(),
+                     digest.ptr());
+  static_assert(sizeof(nb::object) == sizeof(PyObject*));
+  auto* const locals = reinterpret_cast<PyObject* const*>(reading.locals.data());
+  nb::object result = taken(PyObject_VectorcallDict(func, locals, reading.locals.size(), kwargs));
+  const nb::object output = name.output.of(sharding);
+  if (output.is_none() || !type_of(result.ptr()).is(name.tensor))
     return call_with(from_result, sharding.ptr(), result.ptr(), func, args, kwargs,
-                     reading.tensors.ptr(), reading.mesh.ptr(), digest.ptr())
-        .release()
-        .ptr();
-  if (!reading.graded && is_true(get(result, name.requires_grad)))  // torch's views still say so
-    result = taken(PyObject_CallMethodNoArgs(result.ptr(), name.detach));
-  return call_with(wrap_as, dtensor.ptr(), result.ptr(), output.ptr(), digest.ptr())
-      .release()
-      .ptr();
+                     list_of(reading.tensors).ptr(), name.mesh.of(reading.spec).ptr(),
+                     digest.ptr());
+  if (!reading.graded && is_true(name.requires_grad.of(result)))  // torch's views still say so
+    result = call_with(name.detach, result.ptr());
+  return wrap_as(dtensor, result, output, digest);
+}
+
+nb::object wrap_as(nb::handle kind, nb::handle local, nb::handle spec, nb::handle digest) {
+  Known& name = known();
+  const nb::object dtype = name.dtype.of(local), graded = name.requires_grad.of(local);
+  const bool is_plain = !is_true(graded) && is_true(name.is_cpu.of(local));
+  PyObject* const given =
+      is_plain ? PyDict_GetItemWithError(name.options_on_cpu.ptr(), dtype.ptr()) : nullptr;
+  nb::dict options = given ? nb::borrow<nb::dict>(given) : nb::dict();
+  if (given == nullptr) {
+    options["dtype"] = dtype;
+    options["device"] = is_plain ? name.cpu : name.device.of(local);
+    options["requires_grad"] = graded;
+    if (is_plain) name.options_on_cpu[dtype] = options;
+  }
+  const nb::object args = nb::make_tuple(kind, name.size.of(spec));
+  nb::object tensor = taken(PyObject_Call(name.make.ptr(), args.ptr(), options.ptr()));
+  name._local_tensor.set(tensor, local);
+  name._spec.set(tensor, spec);
+  name._digest.set(tensor, digest);
+  if (!records_gradients()) name._made_without_grad.set(tensor, Py_True);
+  return tensor;
+}
+
+nb::object torch_function(nb::handle handlers, nb::handle otherwise, PyObject* const* args,
+                          Py_ssize_t count, PyObject* keywords) {
+  // The function, the classes of the arguments, the arguments and the named arguments.
+  const bool has_names = count > 3 && args[3] != Py_None &&
+                         !(PyDict_CheckExact(args[3]) && PyDict_GET_SIZE(args[3]) == 0);
+  if (count >= 3 && keywords == nullptr && !has_names) {
+    const nb::object handler = nb::borrow(PyDict_GetItemWithError(handlers.ptr(), args[0]));
+    if (handler.is_valid()) return call_with(handler, args[0], args[2], nb::dict().ptr());
+    if (PyErr_Occurred()) throw nb::python_error();
+  }
+  return taken(PyObject_Vectorcall(otherwise.ptr(), args, static_cast<size_t>(count), keywords));
 }
 
 }  // namespace tilework

@@ -17,8 +17,8 @@ class OperatorCall {
   /// fields below.
   OperatorCall(const nb::object& python, bool values_matter);
 
-  /// The result of `func(*args, **kwargs)`; null: an exception is set.
-  PyObject* run(PyObject* func, PyObject* args, PyObject* kwargs);
+  /// The result of `func(*args, **kwargs)`.
+  nb::object run(PyObject* func, PyObject* args, PyObject* kwargs);
 
  private:
   struct Reading;
@@ -34,13 +34,21 @@ class OperatorCall {
   nb::object digest_of_call(Reading& reading, nb::handle sharding);
 
   // Python's objects. The types, and what a key and a digest have in the place of some values.
-  nb::object dtensor, tensor, size, sequence_end, number_seed;
+  nb::object dtensor, size, sequence_end, number_seed;
   // Functions: what is to be done with a tensor that is not as mostly, and with other arguments.
-  nb::object refresh, local_of, digest_of, add_to_key, grad_enabled, wrap_as;
+  nb::object refresh, local_of, digest_of, add_to_key;
   // Where a call goes on that leaves the fast path: as a whole; from its key, from its sharding or
   // from the local result.
   nb::object call, from_key, from_sharding, from_result;
   bool values_matter_;
 };
+
+/// The DTensor (of class `kind`) with this local tensor, layout and digest, as in dtensor/base.py.
+nb::object wrap_as(nb::handle kind, nb::handle local, nb::handle spec, nb::handle digest);
+
+/// A `__torch_function__` that calls the function's handler, where there is one and no arguments are named;
+/// else another one, `otherwise`.
+nb::object torch_function(nb::handle handlers, nb::handle otherwise, PyObject* const* args,
+                          Py_ssize_t count, PyObject* keywords);
 
 }  // namespace tilework

@@ -11,6 +11,7 @@ from tilework.comm import contract
 from tilework.comm.contract import Work
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 #: Bumped whenever the segment's layout changes; ranks with another value cannot join.
 ABI: int
@@ -223,6 +224,17 @@ def operator_call(
     """The fast path of an operator's calls on DTensors: ``run(func, args, kwargs)``. `python` has
     what it needs as attributes, see csrc/python/operator_call.h; `values_matter`: numbers among the arguments are
     part of a call's key."""
+
+def torch_function(
+    handlers: dict[Any, Any], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A ``__torch_function__`` that calls the function's handler, where there is one and no argument
+    is named; else `otherwise`, a ``__torch_function__``, too."""
+
+def wrap_as(
+    kind: type[_Tensor], local: Tensor, spec: Any, digest: int | None = None, /
+) -> _Tensor:
+    """The function of this name in tilework.dtensor.base."""
 
 def set_provenance(digest: int, /) -> int:
     """Set the digest that collectives which this thread calls carry in their headers (modulo 2**64;

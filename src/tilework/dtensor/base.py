@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Box, Placement, Tiling
 from tilework.mesh import DeviceMesh
+from tilework.optional_core import core as _core
 from tilework.tiled import Handler, TiledTensor, packet_of
 
 DTensorT = TypeVar("DTensorT", bound="DTensorBase")
@@ -138,7 +139,7 @@ class DTensorBase(TiledTensor):
         return self._local_tensor.device
 
 
-def wrap_as(
+def _wrap_as(
     kind: type[DTensorT], local: Tensor, spec: DTensorSpec, digest: int | None = None
 ) -> DTensorT:
     """The tensor of a class with this local tensor and layout. Unchecked; local.
@@ -158,6 +159,9 @@ def wrap_as(
     if not _grad_enabled():
         tensor._made_without_grad = True
     return tensor
+
+
+wrap_as = _wrap_as if _core is None else _core.wrap_as
 
 
 def local_tensor_of(tensor: DTensorBase) -> Tensor:

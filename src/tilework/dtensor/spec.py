@@ -54,8 +54,8 @@ class DTensorSpec:
     """
 
     __slots__ = (
-        *("__dict__", "_hash", "mesh", "order", "placements", "shape", "size", "splits"),
-        "strides",
+        *("__dict__", "_hash", "mesh", "op_shardings", "order", "placements", "shape", "size"),
+        *("splits", "strides"),
     )
 
     def __init__(
@@ -69,6 +69,8 @@ class DTensorSpec:
         self.mesh, self.placements, self.shape, self.order = mesh, placements, shape, order
         #: The axes that shard each dim, and the sizes of their shards, the outermost first.
         self.splits = splits
+        #: The mesh's, which the core reads at each call.
+        self.op_shardings = mesh.op_shardings
         #: The shape as torch has it.
         self.size = torch.Size(shape)
         self.strides = row_major(shape)

@@ -254,7 +254,6 @@ _grad_enabled = torch.is_grad_enabled
 #: See csrc/python/operator_call.h.
 _FOR_THE_CORE = {
     "dtensor": DTensor,
-    "tensor": Tensor,
     "size": torch.Size,
     "sequence_end": END,
     "number_seed": number_seed,
@@ -262,8 +261,6 @@ _FOR_THE_CORE = {
     "local_of": local_graph.local_of,
     "digest_of": digest_of,
     "add_to_key": add_to_key,
-    "grad_enabled": _grad_enabled,
-    "wrap_as": wrap_as,
 }
 #: Operators that write without reading what was there before.
 _OVERWRITE = frozenset({
@@ -312,6 +309,9 @@ def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 DTensor._dispatch = staticmethod(dispatch)
+if _core is not None:
+    _intercept: Any = _core.torch_function(HANDLERS, DTensor.__torch_function__)
+    DTensor.__torch_function__ = _intercept  # type: ignore[method-assign]
 
 
 class Operator:
