@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.internal import agree, are_alike, check_equal
 from tilework.dtensor.propagation.dtensor_call import content_hash
 from tilework.dtensor.provenance.digests import agreeing, stable_digest
@@ -61,30 +62,45 @@ def spec_from_local(
     """The layout of the tensor with this local tensor; ranks compare. May be collective."""
     if shape is not None and not run_check:
         return _checked(local, spec_of(mesh, placements, shape, order), shape)
-    sharded = any(
+    if not mesh.here:
+        return _outside(local, mesh, placements, shape, order)
+
+    def facts() -> _Facts:
+        return _facts(local, mesh, placements, shape, order, run_check)
+
+    def infer(found: Sequence[_Facts]) -> DTensorSpec:
+        return _spec_from_facts(found, mesh, placements, shape, order)
+
+    if run_check:
+        with agreeing("from_local"):
+            return infer(agree(facts, mesh.axes_group(range(mesh.ndim))))
+    kind = "from_local", *placements, None if order is None else repr(order)
+    key = kind, local.shape, local.dtype, local.requires_grad
+    #: The digest of the facts, the layout once it is known, and the group; None: nothing is asked.
+    known: tuple[int, DTensorSpec | None, ProcessGroup | None] | None = mesh.specs.get(key)
+    if known is None and not _is_sharded(placements, mesh):
+        whole = spec_of(mesh, placements, local.shape, order)
+        known = mesh.specs[key] = 0, _checked(local, whole, None), None
+    digest, spec, group = known or (_digest_of(facts), None, mesh.axes_group(range(mesh.ndim)))
+    if group is None:
+        assert spec is not None
+        return spec
+    with agreeing("from_local"):
+        if not (are_alike(digest, group) and digest):
+            spec = _inferred_from(agree(facts, group), kind, mesh, infer)
+        elif spec is None:
+            spec = infer([facts()] * group.size())
+            mesh.specs[key] = digest, spec, group
+    compare_replicas(local, spec)
+    return spec
+
+
+def _is_sharded(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
+    """True if an axis of several ranks shards."""
+    return any(
         isinstance(placement, Shard) and length > 1
         for placement, length in zip(placements, mesh.shape, strict=False)
     )
-    if not mesh.here:
-        return _outside(local, mesh, placements, shape, order)
-    if not (sharded or run_check):
-        return _checked(local, spec_of(mesh, placements, shape or local.shape, order), None)
-    group = mesh.axes_group(range(mesh.ndim))
-    make = partial(_facts, local, mesh, placements, shape, order, run_check)
-    infer = partial(_spec_from_facts, mesh=mesh, placements=placements, shape=shape, order=order)
-    with agreeing("from_local"):
-        if run_check:
-            return infer(agree(make, group))
-        kind = "from_local", *placements, None if order is None else repr(order)
-        key = kind, local.shape, local.dtype, local.requires_grad
-        digest, spec = mesh.specs.get(key) or (_digest_of(make), None)
-        if not (are_alike(digest, group) and digest):
-            spec = _inferred_from(agree(make, group), kind, mesh, infer)
-        elif spec is None:
-            spec = infer([make()] * group.size())
-            mesh.specs[key] = digest, spec
-    compare_replicas(local, spec)
-    return spec
 
 
 def _inferred_from(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,8 +28,13 @@ from tilework.tiled import Handler
 
 def is_torch_dtensor(value: Any) -> bool:
     """True for a DTensor of torch.distributed.tensor."""
-    kind = type(value)
-    return isinstance(value, Tensor) and any(
+    kind: Any = type(value)
+    return _is_torchs(kind)
+
+
+@lru_cache(maxsize=256)
+def _is_torchs(kind: type) -> bool:
+    return issubclass(kind, Tensor) and any(
         base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
         for base in kind.__mro__
     )
