@@ -175,6 +175,7 @@ OperatorCall::OperatorCall(const nb::object& python, bool values_matter)
   TILEWORK_FIELD(from_key);
   TILEWORK_FIELD(from_sharding);
   TILEWORK_FIELD(from_result);
+  TILEWORK_FIELD(take);
 #undef TILEWORK_FIELD
 }
 
@@ -319,17 +320,24 @@ nb::object OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
                      list_of(reading.tensors).ptr(), list_of(reading.locals).ptr(),
                      list_of(reading.seeds).ptr(), truth(reading.as_is), truth(reading.graded),
                      truth(reading.requires_grad));
-  const nb::object digest = digest_of_call(reading, sharding);
-  const bool with_gradients = reading.graded && reading.requires_grad;
-  if (!reading.as_is || !(is_true(name.as_is.of(sharding)) ||
-                          (!with_gradients && is_true(name.as_is_without_grad.of(sharding)))))
+  const nb::object digest = digest_of_call(reading, sharding), output = name.output.of(sharding);
+  const bool is_as_is = is_true(name.as_is.of(sharding));
+  const bool fits = is_as_is || is_true(name.as_is_without_grad.of(sharding));
+  const bool with_aliases = !is_as_is && reading.graded && reading.requires_grad;
+  if (!reading.as_is || !fits || (with_aliases && output.is_none()))
     return call_with(from_sharding, sharding.ptr(), func, args, kwargs,
                      list_of(reading.tensors).ptr(), name.mesh.of(reading.spec).ptr(),
                      digest.ptr());
+  if (with_aliases) {  // whose gradients are partial
+    const nb::list inputs(call_with(take, sharding.ptr(), list_of(reading.tensors).ptr(),
+                                    name.mesh.of(reading.spec).ptr()));
+    size_t next = 0;
+    for (size_t i = 0; i < reading.locals.size(); ++i)
+      if (type_of(PyTuple_GET_ITEM(args, i)).is(dtensor)) reading.locals[i] = inputs[next++];
+  }
   static_assert(sizeof(nb::object) == sizeof(PyObject*));
   auto* const locals = reinterpret_cast<PyObject* const*>(reading.locals.data());
   nb::object result = taken(PyObject_VectorcallDict(func, locals, reading.locals.size(), kwargs));
-  const nb::object output = name.output.of(sharding);
   if (output.is_none() || !type_of(result.ptr()).is(name.tensor))
     return call_with(from_result, sharding.ptr(), result.ptr(), func, args, kwargs,
                      list_of(reading.tensors).ptr(), name.mesh.of(reading.spec).ptr(),

@@ -38,8 +38,8 @@ class OperatorCall {
   // Functions: what is to be done with a tensor that is not as mostly, and with other arguments.
   nb::object refresh, local_of, digest_of, add_to_key;
   // Where a call goes on that leaves the fast path: as a whole; from its key, from its sharding or
-  // from the local result.
-  nb::object call, from_key, from_sharding, from_result;
+  // from the local result. And what gives the local tensors, if their gradients are partial.
+  nb::object call, from_key, from_sharding, from_result, take;
   bool values_matter_;
 };
 

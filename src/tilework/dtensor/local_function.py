@@ -62,8 +62,9 @@ def as_inference(result: Any) -> Any:
 def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(ctx: Any, *grads: Any) -> Any:
-        if all(grad is None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        return original(ctx, *grads)
+        for grad in grads:
+            if grad is not None:
+                return original(ctx, *grads)
+        return (None,) * len(ctx.needs_input_grad)
 
     return backward

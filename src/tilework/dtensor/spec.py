@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tilework.comm.contract import ProcessGroup
 from tilework.layout import Box, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
 from tilework.layout.internal import (
     Ranges,
@@ -117,6 +118,11 @@ class DTensorSpec:
     def partial_axes(self) -> Ints:
         """The axes along which the value is still to be reduced."""
         return tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
+
+    @cached_property
+    def partial_group(self) -> ProcessGroup:
+        """The group along the axes that are partial. Collective as ``mesh.axes_group``."""
+        return self.mesh.axes_group(self.partial_axes)
 
     @cached_property
     def reduce_op(self) -> str | None:

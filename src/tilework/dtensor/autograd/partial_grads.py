@@ -33,11 +33,12 @@ from tilework.dtensor.provenance.digests import (
     digest_of,
     moving,
 )
-from tilework.dtensor.redistribution.redistribute import axes_group, gradient_of, redistribute_local
+from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 #: The most that is reduced in one message; it is also what is held besides the gradients.
 _BUCKET_BYTES = 64 << 20
+_flatten: Any = torch._C._nn.flatten_dense_tensors
 _unflatten: Any = torch._C._nn.unflatten_dense_tensors
 #: So many elements are not worth memory of the group's.
 _FEW_ELEMENTS = 1 << 14
@@ -45,7 +46,7 @@ _FEW_ELEMENTS = 1 << 14
 _MOST_PASSES = 16
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PendingGrad:
     """A partial gradient of a leaf that waits to be reduced at the end of the backward pass."""
 
@@ -89,16 +90,15 @@ class PendingGrads:
     @torch.no_grad()
     def _reduce(self, pending: dict[tuple[int, Ints], PendingGrad]) -> None:
         """Sum the pending gradients over the ranks, and add them to the leaves. Collective."""
-        together: dict[Any, list[PendingGrad]] = {}
+        together: dict[tuple[ProcessGroup, Any, Any], list[PendingGrad]] = {}
         # Digests change with each step; records of two steps are to have one order.
         is_recorded = current_recorder() is not None
         for grad in sorted(
             pending.values(), key=lambda grad: (0 if is_recorded else grad.digest, grad.number)
         ):
-            key = grad.spec.mesh, grad.spec.partial_axes, grad.grad.dtype, grad.grad.device
+            key = grad.spec.partial_group, grad.grad.dtype, grad.grad.device
             together.setdefault(key, []).append(grad)
-        for (mesh, axes, _, _), grads in together.items():
-            group = axes_group(mesh, axes)
+        for (group, _, _), grads in together.items():
             for bucket in _buckets(grads):
                 _reduce_bucket(bucket, group)
 
@@ -122,9 +122,9 @@ def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
     if causes.watchers:
         spec = bucket[0].spec
         causes.record_reduction(spec, spec.partial_axes, grads)
-    numel = sum(grad.numel() for grad in grads)
-    if numel <= _FEW_ELEMENTS or first.device.type != "cpu":
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
+    numel = sum([grad.numel() for grad in grads])
+    if numel <= _FEW_ELEMENTS or not first.is_cpu:
+        flat = _flatten(grads)
     else:
         flat = group.empty(numel, dtype=first.dtype)
         torch.cat([grad.reshape(-1) for grad in grads], out=flat)
@@ -275,37 +275,33 @@ class _ReduceGrad(LocalFunction):
         number: int,
         of: Moved | ref[DTensorBase],
     ) -> Tensor:
-        (ctx.partial, ctx.reduced), ctx.pending, ctx.number = layouts, pending, number
-        ctx.leaf, ctx.of = None, of
+        ctx.layouts, ctx.of, ctx.leaf = layouts, of, None
         if pending is not None:
+            ctx.pending, ctx.number = pending, number
             with torch.enable_grad():
                 ctx.leaf = torch.autograd.graph.get_gradient_edge(local).node
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.leaf is not None and not ctx.leaf.variable.requires_grad:  # frozen since
-            return None, None, None, None, None
-        if ctx.leaf is not None and _may_wait(ctx.leaf):
-            of = ctx.of
-            digest = of.digest if of.__class__ is Moved else _digest_now(of)
-            pending = PendingGrad(ctx.leaf.variable, grad, ctx.partial, digest, ctx.number)
-            ctx.pending.add(pending)
-            return None, None, None, None, None
-        return _reduced(grad, ctx.partial, ctx.reduced, _now(ctx.of)), None, None, None, None
-
-
-def _digest_now(leaf: ref[DTensorBase]) -> int:
-    """The digest of a leaf as it is now, after writes since the alias was made; 0 if it is gone."""
-    tensor = leaf()
-    if tensor is None:
-        return 0
-    return digest_of(tensor) if tensor._digest is None else tensor._digest
+        (partial, reduced), leaf, nothing = ctx.layouts, ctx.leaf, (None,) * 5
+        if leaf is not None:
+            variable = leaf.variable
+            if not variable.requires_grad:  # frozen since
+                return nothing
+            if _may_wait(leaf, variable):
+                digest = _now(ctx.of).digest
+                ctx.pending.add(PendingGrad(variable, grad, partial, digest, ctx.number))
+                return nothing
+        return _reduced(grad, partial, reduced, _now(ctx.of)), *nothing[1:]
 
 
 def _now(of: Moved | ref[DTensorBase]) -> Moved:
-    """The provenance as given, or that which a leaf has now."""
-    return of if isinstance(of, Moved) else Moved(_digest_now(of))
+    """The provenance as given, or that which a leaf has now, after writes; unknown if it is gone."""
+    if isinstance(of, Moved):
+        return of
+    tensor = of()
+    return UNKNOWN if tensor is None else Moved(digest_of(tensor))
 
 
 def _reduced(grad: Tensor, partial: DTensorSpec, reduced: DTensorSpec, of: Moved) -> Tensor:
@@ -313,11 +309,10 @@ def _reduced(grad: Tensor, partial: DTensorSpec, reduced: DTensorSpec, of: Moved
     return redistribute_local(grad, partial, reduced, of=gradient_of(of, partial, grad))
 
 
-def _may_wait(leaf: Any) -> bool:
+def _may_wait(leaf: Any, variable: Tensor) -> bool:
     """True if nobody asks for the gradient of a leaf before the end of the backward pass."""
     if torch.is_grad_enabled():  # gradients are differentiated themselves
         return False
-    variable = leaf.variable
     if variable._backward_hooks or variable._post_accumulate_grad_hooks:
         return False
     try:

@@ -81,6 +81,7 @@ from tilework.tiled import (
     canonical_name,
     find,
     normalized,
+    schemas_of,
 )
 
 NUMBERS = frozenset({int, float, bool, complex})
@@ -300,7 +301,39 @@ def _handler(func: Any) -> Handler:
     if body is not None and (not entry.has_rule or "inplace" in body.__code__.co_varnames):
         return lambda func, args, kwargs: body(*args, **kwargs)
     handler = Operator(entry, in_place).handler()
+    if isinstance(func, FunctionType):
+        handler = _by_position(handler, _shared_places(func, entry))
     return refuse_within_torch(func, handler)
+
+
+def _shared_places(func: FunctionType, entry: OpEntry) -> list[str]:
+    """A function's parameters; "" where a rule or torch's operator has another one at the place."""
+    rules = [rule for rule in (entry.dtensor_rule, entry.rule) if rule is not None]
+    others = [
+        [p.name for p in signature(rule).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        for rule in rules
+    ] + [[argument.name for argument in schema.arguments] for schema in schemas_of(entry.name)]
+    names = func.__code__.co_varnames[: func.__code__.co_argcount]
+    return [
+        name if all(name in other[at : at + 1] for other in others) else ""
+        for at, name in enumerate(names)
+    ]
+
+
+def _by_position(handler: Handler, names: Sequence[str]) -> Handler:
+    """A handler that takes named arguments by position: the core reads tensors among those only."""
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs:
+            given, kwargs = [*args], dict(kwargs)
+            for name in names[len(args) :]:
+                if name not in kwargs:
+                    break
+                given.append(kwargs.pop(name))
+            args = tuple(given)
+        return handler(func, args, kwargs)
+
+    return run
 
 
 def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -337,6 +370,7 @@ class Operator:
                 from_key=self._from_key,
                 from_sharding=self._from_sharding,
                 from_result=self._from_result,
+                take=self._ways.take,
             ),
             self._values_matter,
         )

@@ -397,12 +397,18 @@ class Ways:
 
     # -- on local tensors ---------------------------------------------------------------------
 
+    def take(
+        self, sharding: OpSharding, tensors: Sequence[Tensor], mesh: DeviceMesh
+    ) -> list[Tensor]:
+        """The local tensors in the layouts that a call needs. Collective if some have to move."""
+        if causes.watchers:
+            gathers = isinstance(sharding.way, Gathered) and any(sharding.inputs)
+            causes.begin_operator(self.name, gathers)
+        return local_inputs(sharding, tensors, mesh, self.title)
+
     def _on_locals(self, sharding: OpSharding, way: OnLocals | Gathered, call: DTensorCall) -> Any:
         """The result of a call, computed from local tensors in the layouts that it needs."""
-        if causes.watchers:
-            gathers = isinstance(way, Gathered) and any(sharding.inputs)
-            causes.begin_operator(self.name, gathers)
-        locals_ = local_inputs(sharding, call.tensors, call.mesh, self.title)
+        locals_ = self.take(sharding, call.tensors, call.mesh)
         if Finish.WRITE in sharding.finish and _is_kept(locals_[0]):
             locals_[0] = locals_[0].clone()
         if isinstance(way, Gathered):
