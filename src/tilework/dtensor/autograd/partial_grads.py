@@ -297,7 +297,7 @@ class _ReduceGrad(LocalFunction):
 
 
 def _now(of: Moved | ref[DTensorBase]) -> Moved:
-    """The provenance as given, or that which a leaf has now, after writes; unknown if it is gone."""
+    """The provenance as given, or a leaf's as it is now; unknown if the leaf is gone."""
     if isinstance(of, Moved):
         return of
     tensor = of()

@@ -22,21 +22,27 @@ from tilework.dtensor.views.places import count_write, leave_graph_of_wrappers
 from tilework.tiled import dtensor_handler, is_called_within
 
 
-@dtensor_handler("size")
-def _size(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, *dim = args
-    dim = dim[0] if dim else kwargs.get("dim")
-    return tensor._spec.size if dim is None else tensor._spec.size[dim]
+def _answer(names: str, read: Callable[..., Any]) -> None:
+    """Let ``read``, called with a call's arguments, answer for functions of these names."""
+    dtensor_handler(*names.split())(lambda func, args, kwargs: read(*args, **kwargs))
 
 
-@dtensor_handler("dim", "ndimension")
-def _dim(func: Any, args: Any, kwargs: Any) -> int:
-    return DTensor.dim(args[0])
+def _of_dim(facts: Any, dim: int | None) -> Any:
+    return facts if dim is None else facts[dim]
 
 
-@dtensor_handler("numel", "nelement")
-def _numel(func: Any, args: Any, kwargs: Any) -> int:
-    return math.prod(args[0]._spec.shape)
+_answer("size", lambda tensor, dim=None: _of_dim(tensor._spec.size, dim))
+_answer("stride", lambda tensor, dim=None: _of_dim(tensor._spec.strides, dim))
+_answer("dim ndimension", DTensor.dim)
+_answer("numel nelement", lambda tensor: math.prod(tensor._spec.shape))
+_answer("__hash__", id)
+_answer("__repr__", repr)
+_answer("storage_offset", offset_of)
+_answer("is_contiguous", lambda tensor, *form, **named: tensor._spec.is_contiguous(*form, **named))
+_answer("is_same_size", lambda tensor, other: bool(tensor.shape == other.shape))
+_answer("register_hook", DTensor.register_hook)
+_answer("requires_grad_", DTensor.requires_grad_)
+_answer("grad", gradients.autograd_grad)
 
 
 @dtensor_handler("__len__")
@@ -45,30 +51,6 @@ def _len(func: Any, args: Any, kwargs: Any) -> int:
     if not tensor._spec.shape:
         raise TypeError("len() of a 0-d tensor")
     return int(tensor._spec.shape[0])
-
-
-@dtensor_handler("__hash__")
-def _hash(func: Any, args: Any, kwargs: Any) -> int:
-    return id(args[0])
-
-
-@dtensor_handler("stride")
-def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, *dim = args
-    strides = tensor._spec.strides
-    dim = dim[0] if dim else kwargs.get("dim")
-    return strides if dim is None else strides[dim]
-
-
-@dtensor_handler("storage_offset")
-def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
-    return offset_of(args[0])
-
-
-@dtensor_handler("is_contiguous")
-def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    tensor, *memory_format = args
-    return bool(tensor._spec.is_contiguous(*memory_format, **kwargs))
 
 
 @dtensor_handler(
@@ -169,31 +151,6 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
         gradients.autograd_backward(*args, **kwargs)
     else:
         DTensor.backward(*args, **kwargs)
-
-
-@dtensor_handler("register_hook")
-def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
-    return DTensor.register_hook(*args, **kwargs)
-
-
-@dtensor_handler("requires_grad_")
-def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
-    return DTensor.requires_grad_(*args, **kwargs)
-
-
-@dtensor_handler("grad")
-def _grad(func: Any, args: Any, kwargs: Any) -> Any:
-    return gradients.autograd_grad(*args, **kwargs)
-
-
-@dtensor_handler("is_same_size")
-def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
-    return bool(args[0].shape == args[1].shape)
-
-
-@dtensor_handler("__repr__")
-def _repr(func: Any, args: Any, kwargs: Any) -> str:
-    return repr(args[0])
 
 
 @dtensor_handler("__format__")
@@ -306,10 +263,6 @@ _graph.increment_version = _counting_writes(_graph.increment_version)
 # -- properties that are operators -----------------------------------------------------------
 
 
-def _property(name: str, read: Callable[[Tensor], Any]) -> None:
-    dtensor_handler(f"{name}.__get__")(lambda func, args, kwargs: read(args[0]))
-
-
 def _matrix_transposed(x: Tensor, name: str) -> Tensor:
     if x.dim() == 1:
         raise RuntimeError(
@@ -326,8 +279,8 @@ def _adjoint(x: Tensor) -> Tensor:
     return x.transpose(0, 1).conj() if x.dim() else x.conj()
 
 
-_property("T", lambda x: x.permute(tuple(range(x.dim()))[::-1]))
-_property("mT", lambda x: _matrix_transposed(x, "mT"))
-_property("H", _adjoint)
-_property("mH", lambda x: _matrix_transposed(x, "mH").conj())
-_property("nbytes", lambda x: x.numel() * x.element_size())
+_answer("T.__get__", lambda x: x.permute(tuple(range(x.dim()))[::-1]))
+_answer("mT.__get__", lambda x: _matrix_transposed(x, "mT"))
+_answer("H.__get__", _adjoint)
+_answer("mH.__get__", lambda x: _matrix_transposed(x, "mH").conj())
+_answer("nbytes.__get__", lambda x: x.numel() * x.element_size())

@@ -13,7 +13,13 @@ from tilework.dtensor.rules.extrema import extreme
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.layout.internal import Ints
 from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
-from tilework.tiled.rules import accumulation_dtype, any_sharded, dims_of, softmax_dims, spread_dims
+from tilework.tiled.rules import (
+    accumulation_dtype,
+    any_sharded,
+    dims_of,
+    register_spreads,
+    softmax_dims,
+)
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -21,33 +27,18 @@ _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
 # -- variance ----------------------------------------------------------------------------------
 
 
-def _spread(name: str) -> None:
-    @dtensor_rule(name)
-    def spread_rule(
-        input: Arg,
-        dim: Any = None,
-        unbiased: bool | None = None,
-        keepdim: bool = False,
-        *,
-        correction: float | None = None,
-    ) -> RuleResult:
-        known = spread_dims(input, dim, unbiased, correction)
-        if known is None or not any_sharded(input, known[0]):
-            return None
-        dims, divisor_less = known
+def _spread(name: str, input: Arg, dims: Ints, keepdim: bool, correction: float) -> RuleResult:
+    def run(input: Tensor, *_: Any, **__: Any) -> Any:
+        spread, mean = _var_mean(reduce_partial(input), dims, keepdim, correction)
+        if name.startswith("std"):
+            spread = _root(spread)
+        spread = spread.to(input.dtype.to_real())
+        return (spread, mean.to(input.dtype)) if "mean" in name else spread
 
-        def run(input: Tensor, *_: Any, **__: Any) -> Any:
-            spread, mean = _var_mean(reduce_partial(input), dims, keepdim, divisor_less)
-            if name.startswith("std"):
-                spread = _root(spread)
-            spread = spread.to(input.dtype.to_real())
-            return (spread, mean.to(input.dtype)) if "mean" in name else spread
-
-        return Decomposition(run)
+    return Decomposition(run) if any_sharded(input, dims) else None
 
 
-for _name in ("var", "std", "var_mean", "std_mean"):
-    _spread(_name)
+register_spreads(dtensor_rule, _spread)
 
 
 def _var_mean(input: Tensor, dims: Ints, keepdim: bool, correction: float) -> tuple[Tensor, Tensor]:

@@ -33,5 +33,5 @@ from tilework.tiled.rules.reduction_args import (
     reduce_dims,
     remaining_dims,
 )
-from tilework.tiled.rules.reductions import extreme_dims, softmax_dims, spread_dims
+from tilework.tiled.rules.reductions import extreme_dims, register_spreads, softmax_dims
 from tilework.tiled.rules.reshaping import SWAPAXES, common_shape, dim_at, sizes_of

@@ -136,24 +136,17 @@ _matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
 # -- variance ----------------------------------------------------------------------------------
 
 
-def spread_dims(
-    input: Arg, dim: Any, unbiased: bool | None, correction: float | None
-) -> tuple[Ints, float] | None:
-    """The dims and the correction of a variance; None if torch refuses them."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    dims = dims_of(input.ndim, dim)
-    if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
-        return None
-    if correction is None:
-        correction = 1 if unbiased is None else int(unbiased)
-    return dims, correction
+#: Answers a call on a tensor: the operator, the dims, ``keepdim`` and the correction.
+SpreadAnswer = Callable[[str, Arg, Ints, bool, float], RuleResult]
 
 
-def _spread(name: str) -> None:
-    of_shard: Callable[..., Any] = getattr(torch, name)
+def register_spreads(register: Callable[[str], Any], answer: SpreadAnswer) -> None:
+    """Register a rule for variances and standard deviations, unless torch refuses the call."""
+    for name in ("var", "std", "var_mean", "std_mean"):
+        register(name)(_spread_rule(name, answer))
 
-    @rule(name)
+
+def _spread_rule(name: str, answer: SpreadAnswer) -> Callable[..., RuleResult]:
     def spread_rule(
         input: Arg,
         dim: Any = None,
@@ -162,30 +155,38 @@ def _spread(name: str) -> None:
         *,
         correction: float | None = None,
     ) -> RuleResult:
-        known = spread_dims(input, dim, unbiased, correction)
-        if known is None:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        dims = dims_of(input.ndim, dim)
+        if dims is None or not (input.dtype.is_floating_point or input.dtype.is_complex):
             return None
-        dims, divisor_less = known
+        if correction is None:
+            correction = 1 if unbiased is None else int(unbiased)
+        return answer(name, input, dims, keepdim, correction)
 
-        def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
-            left = [factor for at, factor in enumerate(factors) if at not in dims]
-            if all(ranges.local_size((factor,)) for factor in left):
-                return lambda x: of_shard(x, dims, correction=divisor_less, keepdim=keepdim)
-
-            def of_empty(x: Tensor) -> Any:  # torch would warn about the degrees of freedom
-                squares = (x * x.conj()).real if x.is_complex() else x.square()
-                spread = squares.sum(dims, keepdim)  # saves x, as torch does
-                return (spread, x.sum(dims, keepdim)) if "mean" in name else spread
-
-            return of_empty
-
-        results = 2 if "mean" in name else 1
-        return reduce_dims(input, dims, keepdim, None, results=results, run=make)
+    return spread_rule
 
 
-for _name in ("var", "std", "var_mean", "std_mean"):
-    _spread(_name)
+def _spread(name: str, input: Arg, dims: Ints, keepdim: bool, correction: float) -> RuleResult:
+    of_shard: Callable[..., Any] = getattr(torch, name)
 
+    def make(ranges: LocalRanges, factors: list[Factor]) -> Callable[[Tensor], Any]:
+        left = [factor for at, factor in enumerate(factors) if at not in dims]
+        if all(ranges.local_size((factor,)) for factor in left):
+            return lambda x: of_shard(x, dims, correction=correction, keepdim=keepdim)
+
+        def of_empty(x: Tensor) -> Any:  # torch would warn about the degrees of freedom
+            squares = (x * x.conj()).real if x.is_complex() else x.square()
+            spread = squares.sum(dims, keepdim)  # saves x, as torch does
+            return (spread, x.sum(dims, keepdim)) if "mean" in name else spread
+
+        return of_empty
+
+    results = 2 if "mean" in name else 1
+    return reduce_dims(input, dims, keepdim, None, results=results, run=make)
+
+
+register_spreads(rule, _spread)
 
 # -- norms -------------------------------------------------------------------------------------
 
