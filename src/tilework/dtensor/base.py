@@ -147,11 +147,7 @@ def _wrap_as(
     Without a provenance digest, it has that of the contents.
     """
     tensor: DTensorT = _make(
-        kind,
-        spec.size,
-        dtype=local.dtype,
-        device=local.device,
-        requires_grad=local.requires_grad,
+        kind, spec.size, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
     tensor._local_tensor = local
     tensor._spec = spec

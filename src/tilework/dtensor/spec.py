@@ -283,8 +283,7 @@ class DTensorSpec:
         if not self.partial_axes:
             return self
         return self.with_placements(
-            [Replicate() if isinstance(p, Partial) else p for p in self.placements],
-            self.order,
+            [Replicate() if isinstance(p, Partial) else p for p in self.placements], self.order
         )
 
     @cached_property

@@ -33,10 +33,7 @@ from tilework.dtensor.provenance.digests import (
     plain_or_digest,
     seeds_in,
 )
-from tilework.dtensor.redistribution.redistribute import (
-    redistribute_local,
-    with_redistributed_grad,
-)
+from tilework.dtensor.redistribution.redistribute import redistribute_local, with_redistributed_grad
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import moved_views

@@ -218,10 +218,7 @@ def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def _check_layout(
-    tensor: DTensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    order: Sequence[int] | None,
+    tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], order: Sequence[int] | None
 ) -> None:
     if tensor.device_mesh != mesh:
         raise ValueError(

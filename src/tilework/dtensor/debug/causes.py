@@ -227,10 +227,7 @@ def begin_operator(operator: str, gathered: bool = False) -> None:
 
 
 def warn_gather(
-    name: str,
-    specs: Sequence[DTensorSpec],
-    dtypes: Sequence[torch.dtype],
-    why: str = NO_RULE,
+    name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtype], why: str = NO_RULE
 ) -> None:
     """Warn of an operator that will gather, and ``why``; raise if strict."""
     moved = [
@@ -247,11 +244,7 @@ def warn_gather(
     if recorder.strict:
         raise NotImplementedError(f"{text}; strict() forbids this")
     recorder.warned.add(key)
-    warn_user(
-        f"{text} (shown once; {_REMEDIES[why]})",
-        GatherWarning,
-        specs[0].mesh,
-    )
+    warn_user(f"{text} (shown once; {_REMEDIES[why]})", GatherWarning, specs[0].mesh)
 
 
 def warn_user(text: str, category: type[Warning], mesh: DeviceMesh) -> None:

@@ -29,11 +29,7 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.base import HANDLERS, wrap_as
 from tilework.dtensor.dispatch import tensor_attributes
 from tilework.dtensor.dispatch.checked_writes import check_writable, check_write
-from tilework.dtensor.dispatch.results import (
-    call_with_out,
-    came_from,
-    write_to_plain,
-)
+from tilework.dtensor.dispatch.results import call_with_out, came_from, write_to_plain
 from tilework.dtensor.dispatch.ways import Ways
 from tilework.dtensor.propagation.dtensor_call import (
     Args,
@@ -44,10 +40,7 @@ from tilework.dtensor.propagation.dtensor_call import (
     without_override_checks,
 )
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
-from tilework.dtensor.propagation.propagator import (
-    ShardingPropagator,
-    written_to,
-)
+from tilework.dtensor.propagation.propagator import ShardingPropagator, written_to
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import (
     call_digest,
@@ -194,10 +187,7 @@ _FILLS = frozenset(
 #: In place, but they only change dims, or the place in the graph.
 _WRITES_NOTHING = frozenset(
     f"{name}_"
-    for name in (
-        *("transpose", "t", "squeeze", "unsqueeze"),
-        *("detach", "requires_grad", "set"),
-    )
+    for name in (*("transpose", "t", "squeeze", "unsqueeze"), *("detach", "requires_grad", "set"))
 )
 
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.propagation.dtensor_call import (
-    DTensorCall,
-)
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.strides import (
     input_strides,
     is_dense,

@@ -250,11 +250,7 @@ def finite(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, 0)
 
 
-def join(
-    out: Tensor,
-    logs: Tensor,
-    blocks: Iterable[tuple[slice, Block]],
-) -> None:
+def join(out: Tensor, logs: Tensor, blocks: Iterable[tuple[slice, Block]]) -> None:
     """Add blocks, each of some queries, to a result and logarithms that were computed so far."""
     for rows, block in blocks:
         more, theirs = block.forward()

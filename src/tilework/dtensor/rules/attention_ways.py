@@ -35,14 +35,7 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.layout import Box, Shard
 from tilework.layout.internal import DEFAULT_COST
-from tilework.tiled import (
-    Decomposition,
-    Factor,
-    LocalRanges,
-    RuleResult,
-    dtensor_rule,
-    local_call,
-)
+from tilework.tiled import Decomposition, Factor, LocalRanges, RuleResult, dtensor_rule, local_call
 
 Way = Literal["auto", "gather", "ring", "heads"]
 #: The prices of a message beside the arithmetic of another thread, in those of a message alone:

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.autograd.partial_grads import (
-    alias_local,
-    redistribute_with_gradient,
-)
+from tilework.dtensor.autograd.partial_grads import alias_local, redistribute_with_gradient
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.op_sharding import DTensorArg

@@ -167,12 +167,7 @@ def _nll(
 
 @dtensor_rule(_nn.cross_entropy_loss)
 def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
+    input: Any, target: Any, weight: Any, reduction: int, ignore_index: int, label_smoothing: float
 ) -> RuleResult:
     indices = target.shape != input.shape
     if not _valid(input, weight) or (indices and not _has_indices(input, target)):
@@ -225,11 +220,7 @@ def _cross_entropy_sums_rule(
 
 @internal_operator(_cross_entropy_sums_rule)
 def _cross_entropy_sums(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
+    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     """Two sums whose quotient is the mean loss: the weighted losses, and the weights."""
     loss = F.cross_entropy(

@@ -123,9 +123,7 @@ def on_mesh(input: Tensor, *others: Any) -> DTensor:
 
 
 def register_writer(
-    name: str,
-    local_rule: Callable[..., RuleResult],
-    write: Callable[..., Any],
+    name: str, local_rule: Callable[..., RuleResult], write: Callable[..., Any]
 ) -> None:
     """Register the rules of an operator that writes elements, and of the in-place form.
 

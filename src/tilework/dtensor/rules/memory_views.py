@@ -22,11 +22,7 @@ from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.rules.internal_ops import internal_operator
 from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.moved_views import (
-    check_fresh,
-    offset_of,
-    same_memory,
-)
+from tilework.dtensor.views.moved_views import check_fresh, offset_of, same_memory
 from tilework.dtensor.views.places import count_write
 from tilework.tiled import (
     Arg,

@@ -422,11 +422,7 @@ for _name in SPLITS:
 
 @dtensor_rule("linalg_diagonal", is_view=True)
 def _linalg_diagonal(
-    A: DTensorArg,
-    *,
-    offset: Any = 0,
-    dim1: int = -2,
-    dim2: int = -1,
+    A: DTensorArg, *, offset: Any = 0, dim1: int = -2, dim2: int = -1
 ) -> RuleResult:
     return _diagonal(A, offset, dim1, dim2)
 
