@@ -100,6 +100,30 @@ Known& known() {
 
 bool records_gradients() { return is_true(taken(PyObject_CallNoArgs(known().grad_enabled.ptr()))); }
 
+/// As wrap_as; `graded`: gradients are recorded.
+nb::object wrap(nb::handle kind, nb::handle local, nb::handle spec, nb::handle digest,
+                bool graded) {
+  Known& name = known();
+  const nb::object dtype = name.dtype.of(local), leads = name.requires_grad.of(local);
+  const bool is_plain = !is_true(leads) && is_true(name.is_cpu.of(local));
+  PyObject* const given =
+      is_plain ? PyDict_GetItemWithError(name.options_on_cpu.ptr(), dtype.ptr()) : nullptr;
+  nb::dict options = given ? nb::borrow<nb::dict>(given) : nb::dict();
+  if (given == nullptr) {
+    options["dtype"] = dtype;
+    options["device"] = is_plain ? name.cpu : name.device.of(local);
+    options["requires_grad"] = leads;
+    if (is_plain) name.options_on_cpu[dtype] = options;
+  }
+  const nb::object args = nb::make_tuple(kind, name.size.of(spec));
+  nb::object tensor = taken(PyObject_Call(name.make.ptr(), args.ptr(), options.ptr()));
+  name._local_tensor.set(tensor, local);
+  name._spec.set(tensor, spec);
+  name._digest.set(tensor, digest);
+  if (!graded) name._made_without_grad.set(tensor, Py_True);
+  return tensor;
+}
+
 using Items = std::pmr::vector<nb::object>;
 
 nb::object tuple_of(const Items& items) {
@@ -163,19 +187,11 @@ struct OperatorCall::Reading {
 OperatorCall::OperatorCall(const nb::object& python, bool values_matter)
     : values_matter_(values_matter) {
 #define TILEWORK_FIELD(name) name = python.attr(#name)
-  TILEWORK_FIELD(dtensor);
-  TILEWORK_FIELD(size);
-  TILEWORK_FIELD(sequence_end);
-  TILEWORK_FIELD(number_seed);
-  TILEWORK_FIELD(refresh);
-  TILEWORK_FIELD(local_of);
-  TILEWORK_FIELD(digest_of);
-  TILEWORK_FIELD(add_to_key);
-  TILEWORK_FIELD(call);
-  TILEWORK_FIELD(from_key);
-  TILEWORK_FIELD(from_sharding);
-  TILEWORK_FIELD(from_result);
-  TILEWORK_FIELD(take);
+  TILEWORK_FIELD(dtensor), TILEWORK_FIELD(size), TILEWORK_FIELD(sequence_end),
+      TILEWORK_FIELD(number_seed), TILEWORK_FIELD(refresh), TILEWORK_FIELD(local_of),
+      TILEWORK_FIELD(digest_of), TILEWORK_FIELD(add_to_key), TILEWORK_FIELD(call),
+      TILEWORK_FIELD(from_key), TILEWORK_FIELD(from_sharding), TILEWORK_FIELD(from_result),
+      TILEWORK_FIELD(take);
 #undef TILEWORK_FIELD
 }
 
@@ -344,29 +360,11 @@ nb::object OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
                      digest.ptr());
   if (!reading.graded && is_true(name.requires_grad.of(result)))  // torch's views still say so
     result = call_with(name.detach, result.ptr());
-  return wrap_as(dtensor, result, output, digest);
+  return wrap(dtensor, result, output, digest, reading.graded);
 }
 
 nb::object wrap_as(nb::handle kind, nb::handle local, nb::handle spec, nb::handle digest) {
-  Known& name = known();
-  const nb::object dtype = name.dtype.of(local), graded = name.requires_grad.of(local);
-  const bool is_plain = !is_true(graded) && is_true(name.is_cpu.of(local));
-  PyObject* const given =
-      is_plain ? PyDict_GetItemWithError(name.options_on_cpu.ptr(), dtype.ptr()) : nullptr;
-  nb::dict options = given ? nb::borrow<nb::dict>(given) : nb::dict();
-  if (given == nullptr) {
-    options["dtype"] = dtype;
-    options["device"] = is_plain ? name.cpu : name.device.of(local);
-    options["requires_grad"] = graded;
-    if (is_plain) name.options_on_cpu[dtype] = options;
-  }
-  const nb::object args = nb::make_tuple(kind, name.size.of(spec));
-  nb::object tensor = taken(PyObject_Call(name.make.ptr(), args.ptr(), options.ptr()));
-  name._local_tensor.set(tensor, local);
-  name._spec.set(tensor, spec);
-  name._digest.set(tensor, digest);
-  if (!records_gradients()) name._made_without_grad.set(tensor, Py_True);
-  return tensor;
+  return wrap(kind, local, spec, digest, records_gradients());
 }
 
 nb::object torch_function(nb::handle handlers, nb::handle otherwise, PyObject* const* args,

@@ -218,3 +218,26 @@ def test_data_of_partial_inference_tensors_may_be_written_to() -> None:
             x.add_(3)
 
     run_ranks(2, program)
+
+
+def test_names_and_positions_find_one_sharding() -> None:
+    def program(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2,))
+        x, w, b = cut(GRID, mesh, [Shard(0)]), *(cut(GRID[i], mesh, [Replicate()]) for i in (0, 1))
+        by_place: Any = F.layer_norm(x, (6,), w, b)
+        known = len(mesh.op_shardings)
+        by_name = F.layer_norm(x, (6,), weight=w, bias=b)
+        same(by_name, by_place.full_tensor())
+        return len(mesh.op_shardings) - known
+
+    assert run_ranks(2, program) == [0, 0]
+
+
+def test_a_call_by_torchs_protocol_may_name_the_arguments() -> None:
+    def program(rank: int) -> None:
+        x = cut(GRID, init_device_mesh("cpu", (2,)), [Shard(0)])
+        call: Any = type(x).__torch_function__
+        same(call(torch.relu, (type(x),), args=(x,), kwargs=None), GRID.relu())
+        same(call(torch.sum, (type(x),), (x,), {"dim": 0}), GRID.sum(0))
+
+    run_ranks(2, program)
