@@ -297,7 +297,7 @@ def _handler(func: Any) -> Handler:
 
 
 def _shared_places(func: FunctionType, entry: OpEntry) -> list[str]:
-    """A function's parameters; "" where a rule or torch's operator has another one at the place."""
+    """A function's parameters; "" where a rule or torch's operator has another at the place."""
     rules = [rule for rule in (entry.dtensor_rule, entry.rule) if rule is not None]
     others = [
         [p.name for p in signature(rule).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
