@@ -225,15 +225,11 @@ def operator_call(
     what it needs as attributes, see csrc/python/operator_call.h; `values_matter`: numbers among the arguments are
     part of a call's key."""
 
-def torch_function(
-    handlers: dict[Any, Any], otherwise: Callable[..., Any]
-) -> Callable[..., Any]:
+def torch_function(handlers: dict[Any, Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """A ``__torch_function__`` that calls the function's handler, where there is one and no argument
     is named; else `otherwise`, a ``__torch_function__``, too."""
 
-def wrap_as(
-    kind: type[_Tensor], local: Tensor, spec: Any, digest: int | None = None, /
-) -> _Tensor:
+def wrap_as(kind: type[_Tensor], local: Tensor, spec: Any, digest: int | None = None, /) -> _Tensor:
     """The function of this name in tilework.dtensor.base."""
 
 def set_provenance(digest: int, /) -> int:
