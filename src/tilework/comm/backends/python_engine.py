@@ -24,9 +24,6 @@ class PythonEngine(ABC):
     """An engine of blocking operations, which run one at a time in the order of the calls.
 
     Blocking calls run on the calling thread, asynchronous ones on the engine's thread.
-
-    A subclass supplies :meth:`perform`, :meth:`announce_abort`, :meth:`interrupt`,
-    :meth:`release` and messages.
     """
 
     fault_type: type[Exception] = Fault
@@ -105,9 +102,7 @@ class PythonEngine(ABC):
         return threading.current_thread() is self.owner
 
     def _note_wait(self, number: int, name: str = "") -> None:
-        """Note and publish that the rank's own thread waits in operation ``number``; 0: that it no
-        longer waits. Does nothing on other threads.
-        """
+        """Note and publish that the owner waits in operation ``number``; 0: that it does not."""
         if self.is_owner():
             self._waits_in = number
             if number:
@@ -202,9 +197,7 @@ class PythonEngine(ABC):
             self.interrupt()
 
     def note_abort(self, by: int, kind: str, text: str) -> bool:
-        """Record that rank ``by`` has aborted the group. False, with nothing recorded, if this rank
-        knew of an abort before.
-        """
+        """Record that rank ``by`` has aborted the group; False if an abort was known before."""
         with self._lock:
             if self._abortion is not None:
                 return False
@@ -257,9 +250,7 @@ class OwnCompletion(PythonCompletion):
 
 
 def poll(ready: Callable[[], bool], seconds: float) -> bool:
-    """Call ``ready`` until it returns True, and return True; return False after ``seconds``. Sleeps
-    in between: for error paths only.
-    """
+    """True once ``ready()`` is True; False after ``seconds``. Sleeps: for error paths only."""
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:
