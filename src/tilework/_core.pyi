@@ -70,9 +70,7 @@ class FileReader:
     """Reads parts of files whose chunks have checksums; one thread at a time."""
 
     def read(
-        self,
-        reads: list[tuple[int, int, int, _Runs, int, int, bytes, bytes]],
-        chunk: int,
+        self, reads: list[tuple[int, int, int, _Runs, int, int, bytes, bytes]], chunk: int
     ) -> tuple[int, int, int | None, int] | None:
         """Read what is wanted of parts of files, one after the other, with the GIL released.
 
@@ -243,11 +241,7 @@ def hash_content(address: int, bytes: int) -> int:
     """A 64-bit hash of memory."""
 
 def hash_samples(
-    address: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    item_bytes: int,
-    samples: int,
+    address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, samples: int
 ) -> int:
     """A 64-bit hash of as many elements of a tensor, at even distances in row-major order, the first
     and the last among them. ValueError: fewer than two, or an empty tensor."""

@@ -36,9 +36,7 @@ from tilework.comm.world import (
     get_rank,
     resolve,
 )
-from tilework.errors import (
-    CollectiveMismatchError,
-)
+from tilework.errors import CollectiveMismatchError
 from tilework.rendezvous import rendezvous
 from tilework.rendezvous.internal import EndedRanks
 from tilework.store import HashStore, PrefixStore, Store

@@ -223,10 +223,7 @@ class DistributedSampler(EpochPlace, Sampler[int]):
 
 
 def divide(
-    uneven: Uneven,
-    group: AnyGroup,
-    mesh: DeviceMesh | None,
-    facts: Callable[[], Mapping[str, Any]],
+    uneven: Uneven, group: AnyGroup, mesh: DeviceMesh | None, facts: Callable[[], Mapping[str, Any]]
 ) -> Division:
     """Divide rows among the ranks of a group or mesh, once all have given equal ``facts``.
 

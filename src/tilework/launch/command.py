@@ -536,8 +536,7 @@ def _add_trace(commands: _Commands) -> None:
     parser.add_argument("-o", dest="output", metavar="FILE", type=Path, help=_TRACE_OUTPUT_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     parser.set_defaults(
-        parser=parser,
-        command=lambda options: _trace(options.folder, options.output, options.json),
+        parser=parser, command=lambda options: _trace(options.folder, options.output, options.json)
     )
 
 

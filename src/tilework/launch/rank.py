@@ -83,8 +83,7 @@ def reset_signals() -> None:
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(
-                number,
-                signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             )
     arm_flight_records()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -102,10 +102,7 @@ class Cluster:
     def cost(self) -> CostModel:
         """The prices of messages."""
         return CostModel(
-            self.latency,
-            self.seconds_per_byte,
-            self.network_latency,
-            self.network_seconds_per_byte,
+            self.latency, self.seconds_per_byte, self.network_latency, self.network_seconds_per_byte
         )
 
     def seconds_of(self, operators: Iterable[CountedOperator]) -> float:

@@ -220,10 +220,7 @@ class PlannedJob:
 
 @contextmanager
 def pretend(
-    ranks: int,
-    hosts: int = 1,
-    memory: str | int | None = None,
-    cluster: Cluster | None = None,
+    ranks: int, hosts: int = 1, memory: str | int | None = None, cluster: Cluster | None = None
 ) -> Iterator[PlannedJob]:
     """A job of ``ranks`` ranks that do not run: for planning it in this process.
 

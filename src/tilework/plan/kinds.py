@@ -56,10 +56,7 @@ def axis_of(meshes: Iterable[PlacedMesh], ranks: Sequence[int]) -> str:
 
 
 def kinds_of(
-    meshes: Sequence[PlacedMesh],
-    calls: Iterable[PretendedCall],
-    ranks: int,
-    alike: bool = False,
+    meshes: Sequence[PlacedMesh], calls: Iterable[PretendedCall], ranks: int, alike: bool = False
 ) -> list[int]:
     """The ranks to run for each kind to run, once rank 0 has run. Ascending.
 

@@ -28,11 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tilework.capture.program.number import Arithmetic, is_float, is_installed
-from tilework.comm.per_call.internal import (
-    call_site,
-    current_pretence,
-    format_site,
-)
+from tilework.comm.per_call.internal import call_site, current_pretence, format_site
 from tilework.errors import PretendError
 
 #: The most answers at one line, no and yes: a loop that ends by a value never ends here.

@@ -45,10 +45,7 @@ class TorchStoreAdapter(Store):
     authenticated = False
 
     def __init__(
-        self,
-        store: c10d.Store,
-        timeout: timedelta | None = None,
-        authenticated: bool = False,
+        self, store: c10d.Store, timeout: timedelta | None = None, authenticated: bool = False
     ) -> None:
         # Any: torch's stubs lack some methods of stores.
         self._store = cast(Any, store)

@@ -48,10 +48,7 @@ class _Source:
     """A generated Python function: lines of code, and the objects that names in them mean."""
 
     def __init__(self) -> None:
-        self.scope: dict[str, Any] = {
-            "DTensor": DTensor,
-            "wrap_as": wrap_as,
-        }
+        self.scope: dict[str, Any] = {"DTensor": DTensor, "wrap_as": wrap_as}
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
 

@@ -146,11 +146,7 @@ class _Writer:
 
 
 def write(
-    graph: Graph,
-    options: Sequence[Option],
-    name: str,
-    holes: int = 0,
-    with_spans: bool = False,
+    graph: Graph, options: Sequence[Option], name: str, holes: int = 0, with_spans: bool = False
 ) -> PythonCode:
     """Write a program as a Python function, and compile the function.
 

@@ -42,10 +42,7 @@ def generators_with_states(places: StatePlaces) -> list[tuple[torch.Generator, T
 
 
 def check_new(
-    record: StepRecord,
-    kept: Mapping[int, Tensor],
-    generators: _Generators,
-    result: Any,
+    record: StepRecord, kept: Mapping[int, Tensor], generators: _Generators, result: Any
 ) -> None:
     """Run a new record on copies of the recorded call's inputs, and compare. Collective.
 

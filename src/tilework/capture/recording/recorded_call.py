@@ -17,11 +17,7 @@ from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.number import Number, NumberBook, WrongNumberError, value_of
 from tilework.capture.program.passes import run_passes
 from tilework.capture.program.place import StatePlace
-from tilework.capture.program.record import (
-    StepRecord,
-    key_of_storage,
-    storage_bytes_of,
-)
+from tilework.capture.program.record import StepRecord, key_of_storage, storage_bytes_of
 from tilework.capture.program.same_program import VotingRanks, compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.recording.arguments import StepCall, flatten, is_size, replaced
@@ -157,11 +153,7 @@ def _copied(
 
 
 def _check(
-    record: StepRecord,
-    recorder: StepRecorder,
-    how: Recording,
-    is_new: bool,
-    begun: tuple[Any, Any],
+    record: StepRecord, recorder: StepRecorder, how: Recording, is_new: bool, begun: tuple[Any, Any]
 ) -> None:
     """Compare a record with the recorded call, and compile the record. Collective."""
     kept = {
@@ -177,11 +169,7 @@ def _check(
 
 
 def _record_of(
-    call: StepCall,
-    recorder: StepRecorder,
-    inputs: Inputs,
-    tree: Any,
-    how: Recording,
+    call: StepCall, recorder: StepRecorder, inputs: Inputs, tree: Any, how: Recording
 ) -> tuple[StepRecord, bool]:
     """The record of a call that has ended; True if it runs no ``how.codes``. Collective."""
     graph, before = recorder.graph, recorder.places

@@ -309,13 +309,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- instructions ------------------------------------------------------------------------
 
-    def _note(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        result: Any,
-        about: _About,
-    ) -> None:
+    def _note(self, function: Callable[..., Any], inputs: Any, result: Any, about: _About) -> None:
         written, kind, name, nbytes = about
         targets = [leaf for leaf in leaves_of(list(written)) if _is_tensor(leaf)]
         memories = [self._memory_of(tensor) for tensor in targets]

@@ -19,41 +19,20 @@ from torch import Tensor
 
 from tilework.comm import provenance_digest
 from tilework.comm.backends.engine_protocol import Engine, FaultArgs
-from tilework.comm.backends.native_work import (
-    Effects,
-    EngineWork,
-    MessageWork,
-    awaited_message,
-)
+from tilework.comm.backends.native_work import Effects, EngineWork, MessageWork, awaited_message
 from tilework.comm.backends.operation_header import (
     call_label,
     message_label,
     same_shapes,
     shape_label,
 )
-from tilework.comm.backends.shm.memory_hold import (
-    at_held_address,
-    hold_memory,
-    hold_operation,
-)
+from tilework.comm.backends.shm.memory_hold import at_held_address, hold_memory, hold_operation
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
-from tilework.comm.contract import (
-    CompletedWork,
-    MessageWait,
-    ProcessGroup,
-    Work,
-    seconds_of,
-)
+from tilework.comm.contract import CompletedWork, MessageWait, ProcessGroup, Work, seconds_of
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot, Tail
-from tilework.comm.forms import (
-    SCANS,
-    Form,
-    Operation,
-    Parts,
-    op_type,
-)
+from tilework.comm.forms import SCANS, Form, Operation, Parts, op_type
 from tilework.comm.per_call import profiling
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.reduce_op import RedOpType, identity_element
@@ -96,12 +75,7 @@ class NativeGroup(ProcessGroup):
     holds_memory = True
 
     def __init__(
-        self,
-        engine: Engine,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        flight: Ring | None = None,
+        self, engine: Engine, rank: int, size: int, timeout: timedelta, flight: Ring | None = None
     ) -> None:
         super().__init__(rank, size)
         self.engine = engine

@@ -10,15 +10,7 @@ from typing import Final, get_args
 import torch
 from torch import Tensor
 
-from tilework.comm.forms import (
-    FORMS,
-    MANY_INPUTS,
-    MANY_OUTPUTS,
-    Kind,
-    Operation,
-    Parts,
-    op_type,
-)
+from tilework.comm.forms import FORMS, MANY_INPUTS, MANY_OUTPUTS, Kind, Operation, Parts, op_type
 
 # Engines see complex numbers as pairs, float8 as bytes, and a shape only as a size.
 
@@ -107,10 +99,7 @@ _DTYPES: dict[torch.dtype | None, int] = {
 _REDUCTIONS = {
     name: code
     for code, name in enumerate(
-        (
-            *("none", "sum", "avg", "product", "min", "max"),
-            *("band", "bor", "bxor", "premul_sum"),
-        )
+        (*("none", "sum", "avg", "product", "min", "max"), *("band", "bor", "bxor", "premul_sum"))
     )
 }
 _FIELDS = (

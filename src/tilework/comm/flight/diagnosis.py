@@ -20,13 +20,7 @@ from tilework.comm.flight.history import (
     waits,
 )
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
-from tilework.comm.flight.stragglers import (
-    Straggler,
-    own_times,
-    slowest,
-    stragglers,
-    without,
-)
+from tilework.comm.flight.stragglers import Straggler, own_times, slowest, stragglers, without
 from tilework.wait_graph import IN_A_CIRCLE
 
 #: In the order of reports.

@@ -28,14 +28,7 @@ from tilework.comm.functional import kinds
 from tilework.comm.functional import ops as _ops  # noqa: F401  # registers the operators
 from tilework.comm.functional.async_tensor import AsyncTensor
 from tilework.comm.functional.kinds import op_text
-from tilework.comm.functional.running import (
-    GroupOrName,
-    MeshLike,
-    named,
-    root_of,
-    run,
-    size_of,
-)
+from tilework.comm.functional.running import GroupOrName, MeshLike, named, root_of, run, size_of
 from tilework.comm.per_call.torch_names import torch_names
 from tilework.comm.reduce_op import AnyReduceOp
 from tilework.comm.world import AnyGroup
@@ -192,10 +185,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
 @torch_names({"tag": ""}, self="tensor")
 def all_gather_tensor(
-    tensor: Tensor,
-    gather_dim: int = 0,
-    group: Group = None,
-    sizes: Sequence[int] | None = None,
+    tensor: Tensor, gather_dim: int = 0, group: Group = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """All ranks' ``tensor`` concatenated along ``gather_dim``, on every rank.
 
@@ -314,11 +304,7 @@ def gather(
 
 
 def scatter(
-    tensor: Tensor,
-    src: int,
-    sizes: Sequence[int],
-    scatter_dim: int = 0,
-    group: Group = None,
+    tensor: Tensor, src: int, sizes: Sequence[int], scatter_dim: int = 0, group: Group = None
 ) -> Tensor:
     """This rank's part of rank ``src``'s ``tensor`` along ``scatter_dim``.
 

@@ -29,11 +29,7 @@ class AsyncTensor(Tensor):
     def __new__(cls, value: Tensor, work: Work) -> AsyncTensor:
         """A tensor that looks like ``value``, and resolves to it once ``work`` is done."""
         self = Tensor._make_wrapper_subclass(
-            cls,
-            value.shape,
-            strides=value.stride(),
-            dtype=value.dtype,
-            device=value.device,
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
         )
         assert isinstance(self, AsyncTensor)
         self._value, self._work = value, work

@@ -72,9 +72,7 @@ _walking = threading.RLock()
 if hasattr(os, "register_at_fork"):
     # A fork during a walk would leave the child without garbage collection.
     os.register_at_fork(
-        before=_walking.acquire,
-        after_in_parent=_walking.release,
-        after_in_child=_walking.release,
+        before=_walking.acquire, after_in_parent=_walking.release, after_in_child=_walking.release
     )
 
 

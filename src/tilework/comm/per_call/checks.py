@@ -20,10 +20,7 @@ _PLAIN = (Tensor, Parameter)
 _ORDER = ("whole", "one", "each")
 #: Storages without memory have fewer bytes than 2 to this power.
 _STORAGE_BITS = 48
-_REAL_OF = {
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
+_REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def check_tensor(value: Any, name: str) -> Tensor:

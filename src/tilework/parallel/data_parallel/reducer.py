@@ -29,12 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tilework.comm.contract import ProcessGroup, ReduceOp, Work
 from tilework.comm.operations.internal import agree, all_reduce, all_reduce_sparse, broadcast
-from tilework.comm.per_call.internal import (
-    address_of,
-    current_recorder,
-    lacks_memory,
-    unrecorded,
-)
+from tilework.comm.per_call.internal import address_of, current_recorder, lacks_memory, unrecorded
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory

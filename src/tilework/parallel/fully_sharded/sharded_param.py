@@ -156,11 +156,7 @@ def dim_of(name: str, parameter: nn.Parameter, placement: Any) -> int | None:
 
 
 def _spec(
-    name: str,
-    shape: torch.Size,
-    tensor_parallel: DTensorSpec | None,
-    mesh: DeviceMesh,
-    dim: int,
+    name: str, shape: torch.Size, tensor_parallel: DTensorSpec | None, mesh: DeviceMesh, dim: int
 ) -> DTensorSpec:
     """The sharded parameter's layout, on ``mesh`` and the mesh of tensor parallelism, if any."""
     own: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(dim)]

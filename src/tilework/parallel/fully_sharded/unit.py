@@ -50,11 +50,7 @@ from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.arguments import cast_floats
 from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering, gather
-from tilework.parallel.fully_sharded.gather_nodes import (
-    can_save,
-    outside_transforms,
-    saving,
-)
+from tilework.parallel.fully_sharded.gather_nodes import can_save, outside_transforms, saving
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpose, Reduction
 from tilework.parallel.fully_sharded.reducing import Made, Node, reduced
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam

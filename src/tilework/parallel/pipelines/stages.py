@@ -544,9 +544,6 @@ def _whole_loss(run: Execution, target: Any, total: Tensor) -> float:
     """The loss of the whole batch, if it is not the microbatches' together; else 0."""
     assert run.options.loss is not None
     with torch.no_grad():
-        whole = run.options.loss(
-            run.together(),
-            *(() if target is None else (target,)),
-        )
+        whole = run.options.loss(run.together(), *(() if target is None else (target,)))
     close = 64 * torch.finfo(whole.dtype).eps
     return 0.0 if torch.allclose(whole, total, rtol=close, atol=close) else float(whole)

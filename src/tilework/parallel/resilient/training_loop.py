@@ -16,12 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import torch
 
 from tilework.comm.contract import ProcessGroup, ReduceOp
-from tilework.comm.groups import (
-    grow_group,
-    note_event,
-    shrink_group,
-    tickets_waiting,
-)
+from tilework.comm.groups import grow_group, note_event, shrink_group, tickets_waiting
 from tilework.comm.launching import MIN_RANKS_VARIABLE
 from tilework.comm.operations.internal import agree, all_reduce, barrier
 from tilework.comm.per_call.internal import logger

@@ -7,13 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilework.dtensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    context_parallel,
-    distribute_module,
-)
+from tilework.dtensor import DTensor, Replicate, Shard, context_parallel, distribute_module
 from tilework.dtensor.internal import layout_of
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.outputs import replace_tensors, tensors_of
@@ -44,12 +38,7 @@ class ContextParallel(Style):
     """
 
     def __init__(
-        self,
-        *,
-        sequence_dim: int = 1,
-        way: Any = "auto",
-        axis: str | int = "cp",
-        turns: int = 1,
+        self, *, sequence_dim: int = 1, way: Any = "auto", axis: str | int = "cp", turns: int = 1
     ) -> None:
         Shard(0, turns=turns)  # raises for a wrong number
         with context_parallel(way):  # raises for another

@@ -269,12 +269,7 @@ class _Recorder(TorchFunctionMode):
             ]
 
     def _probe(
-        self,
-        rule: Any,
-        call: AskedCall,
-        tensors: list[Tensor],
-        outputs: list[Tensor],
-        where: str,
+        self, rule: Any, call: AskedCall, tensors: list[Tensor], outputs: list[Tensor], where: str
     ) -> None:
         """Join the dims of a call whose rule gives no factor map."""
         for at, tensor in enumerate(tensors):

@@ -75,9 +75,7 @@ class ExpertParallel(Style):
     """
 
     def __init__(
-        self,
-        dispatch: Literal["rows", "replicate"] = "rows",
-        capacity: float | None = None,
+        self, dispatch: Literal["rows", "replicate"] = "rows", capacity: float | None = None
     ) -> None:
         if dispatch not in ("rows", "replicate"):
             raise ValueError(f'dispatch must be "rows" or "replicate", got {dispatch!r}')
@@ -448,9 +446,7 @@ def _experts_in(model: nn.Module) -> list[tuple[str, _Experts]]:
 
 
 def balance_loss(
-    model: nn.Module,
-    router_logits: Sequence[Tensor] | None = None,
-    mesh: DeviceMesh | None = None,
+    model: nn.Module, router_logits: Sequence[Tensor] | None = None, mesh: DeviceMesh | None = None
 ) -> Tensor:
     """The unevenness of the router's choices: 1 if even, at most the number of experts.
 

@@ -16,11 +16,7 @@ shortens ``world_sizes``.
 from __future__ import annotations
 
 from tilework.testing.groups.base import GroupSuite
-from tilework.testing.groups.disagreement import (
-    MismatchSuite,
-    ProvenanceSuite,
-    TimeoutSuite,
-)
+from tilework.testing.groups.disagreement import MismatchSuite, ProvenanceSuite, TimeoutSuite
 from tilework.testing.groups.messages import AliasSuite, MessageSuite
 from tilework.testing.groups.moves import AllToAllSuite, BroadcastSuite, GatherSuite, ScatterSuite
 from tilework.testing.groups.reductions import AllReduceSuite, PrecisionSuite, ReduceSuite

@@ -19,14 +19,7 @@ import tilework.distributed as dist
 from tilework.comm.contract import Capability, ProcessGroup
 from tilework.comm.world import AnyGroup
 from tilework.errors import DistBackendError
-from tilework.testing.groups.values import (
-    DTYPES,
-    REDUCE_OPS,
-    Case,
-    cases,
-    defined,
-    reduce_op,
-)
+from tilework.testing.groups.values import DTYPES, REDUCE_OPS, Case, cases, defined, reduce_op
 
 T = TypeVar("T")
 #: A test function, or a class of tests.

@@ -23,10 +23,7 @@ from tilework.comm.backends.hybrid.meeting_engine import connect_hosts
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.rounding import HybridOptions
 from tilework.comm.backends.torch.movers import GlooMover, Mover
-from tilework.comm.backends.torch.torch_engines import (
-    check_available,
-    make_gloo_backend,
-)
+from tilework.comm.backends.torch.torch_engines import check_available, make_gloo_backend
 from tilework.comm.capabilities import Capability
 from tilework.errors import DistBackendError, DistError
 from tilework.store import PrefixStore

@@ -12,11 +12,7 @@ from operator import and_, or_, xor
 import torch
 from torch import Tensor
 
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FOLDS = {
     "product": torch.mul,
     "min": torch.minimum,

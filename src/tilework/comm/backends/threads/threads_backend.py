@@ -32,12 +32,7 @@ from torch import Tensor
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs
-from tilework.comm.backends.message_matcher import (
-    ANY_SOURCE,
-    MessageMatcher,
-    Receive,
-    labels_fit,
-)
+from tilework.comm.backends.message_matcher import ANY_SOURCE, MessageMatcher, Receive, labels_fit
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import Header, disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine

@@ -12,11 +12,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from tilework.comm.backends.engine_protocol import Fault
-from tilework.comm.backends.hybrid.meeting_engine import (
-    ASK_SECONDS,
-    Connections,
-    MeetingEngine,
-)
+from tilework.comm.backends.hybrid.meeting_engine import ASK_SECONDS, Connections, MeetingEngine
 from tilework.comm.backends.python_engine import poll
 from tilework.comm.backends.threads.threads_collectives import scan_gathered, scan_source
 from tilework.comm.backends.torch.torch_calls import said_by

@@ -8,13 +8,7 @@ import os
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.hybrid.host_ranks import Hosts
 from tilework.comm.backends.hybrid.meeting_engine import connect_hosts
-from tilework.comm.backends.torch.compared_engine import (
-    ALL,
-    AMOUNTS,
-    OFF,
-    VARIABLE,
-    ComparedEngine,
-)
+from tilework.comm.backends.torch.compared_engine import ALL, AMOUNTS, OFF, VARIABLE, ComparedEngine
 from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.stream_engine import StreamEngine
 from tilework.errors import DistBackendError
