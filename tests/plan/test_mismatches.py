@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import tilework.distributed as dist
+from tilework.errors import PretendError
+from tilework.parallel import DistributedDataParallel
 from tilework.plan import Mismatch, pretend
 
 
@@ -24,6 +27,26 @@ def test_one_rank_that_reduces_another_way() -> None:
     assert mismatch.ranks == (0, 3071)
     assert "they differ in reduction" in str(mismatch)
     assert str(mismatch).count("test_mismatches.py") == 2
+
+
+def test_a_rank_that_ranks_choose_together_is_the_same_on_all() -> None:
+    def program() -> None:
+        best = torch.tensor([dist.get_rank()])
+        dist.all_reduce(best, dist.ReduceOp.MAX)
+        dist.broadcast(torch.ones(2), int(best.item()))
+
+    assert not found(program, 4)
+
+
+def test_uneven_inputs_are_refused() -> None:
+    def program() -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        with ddp.join():
+            for _ in range(2 + dist.get_rank() % 2):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(PretendError, match=r"only ranks \[1\] of 2 have another batch"):
+        found(program, 2)
 
 
 def test_a_circle_of_two_groups() -> None:

@@ -1,8 +1,7 @@
 """The ``pretend`` backend: an engine without peers, for a rank of a job that is only planned.
 
-Outputs get contents as if every peer had this rank's values: a sum is the input times the number of
-ranks. Values of a rank that has run before are used where that rank is the only source (broadcast,
-scatter, messages). Tensors without memory stay as they are. Nothing waits.
+Outputs get contents as if every peer that has not run had this rank's values: a sum is then the
+input times the number of ranks. Tensors without memory stay as they are. Nothing waits.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.tensor_memory import unseen
+from tilework.comm.backends.threads.reference import combine
 from tilework.comm.forms import FORMS, Operation, Parts, op_factor, op_type, split_parts
 from tilework.comm.per_call.call_recorder import is_hidden
 from tilework.comm.per_call.callsite import call_site
@@ -29,6 +29,8 @@ from tilework.errors import DistBackendError
 _MOST_ROW = 4096
 #: Reductions of N equal values that give the value.
 _IDEMPOTENT = ("avg", "min", "max", "band", "bor")
+#: Kinds in which ranks get what others that ran before have given, if it is small.
+_EXCHANGED = ("all_gather", "all_reduce", "reduce")
 #: Kinds in which all ranks have tensors of one size.
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
 
@@ -82,20 +84,28 @@ class PretendEngine(PythonEngine):
         if root in ("src", "group_src"):
             self._from_root(operation, known)
         elif known:
+            row = operation.inputs[0] if operation.kind in _EXCHANGED else None
+            own = row.clone() if row is not None and row.numel() <= _MOST_ROW else None
             _fill(operation, self.rank, self.size)
-            row = operation.inputs[0] if operation.kind == "all_gather" else None
-            if row is not None and not row.is_meta and row.numel() <= _MOST_ROW:
-                self._take_rows(operation)
+            if own is not None and not own.is_meta:
+                self._take_rows(operation, own)
         else:
             _each(self.pretence.lose, operation.outputs)
 
-    def _take_rows(self, operation: Operation) -> None:
-        """Take from ranks that ran in an earlier pass what they gathered from, if it is small."""
-        key, own = (self.group, self.ranks, self.sequence()), operation.inputs[0]
+    def _take_rows(self, operation: Operation, own: Tensor) -> None:
+        """Take small rows, also those to reduce, from ranks that ran in an earlier pass."""
+        alike = operation.kind, own.dtype, own.numel()  # ranks may have parted before
+        key = self.group, self.ranks, self.sequence(), *alike
         others = self.pretence.job.exchange(key, self.rank, own.view(-1).tolist())
-        parts = split_parts(operation.outputs, self.size) if others else []
-        for rank, row in others.items():
-            _copy(parts[rank], torch.tensor(row, dtype=own.dtype))
+        rows = {rank: torch.tensor(row, dtype=own.dtype) for rank, row in others.items()}
+        if operation.kind == "all_gather":
+            parts = split_parts(operation.outputs, self.size) if rows else []
+            for rank, row in rows.items():
+                _copy(parts[rank], row)
+        elif rows and operation.outputs:
+            every = [rows.get(rank, own.view(-1)) for rank in range(self.size)]
+            factors = [op_factor(operation.reduce_op)] * self.size
+            _copy(operation.outputs[0], combine(every, op_type(operation.reduce_op), factors))
 
     def submit(self, operation: Operation) -> PythonCompletion:
         self.run(operation)

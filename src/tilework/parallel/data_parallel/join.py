@@ -19,7 +19,9 @@ import torch
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
 from tilework.comm.operations.internal import all_gather_into_tensor
+from tilework.comm.per_call.internal import call_site, current_pretence
 from tilework.comm.world import current_world
+from tilework.errors import PretendError
 
 
 class JoinHook:
@@ -164,6 +166,13 @@ class Join:
         all_gather_into_tensor(flags, torch.tensor([has_inputs], dtype=torch.uint8), self.group)
         every = zip(self.group.global_ranks, flags.tolist(), strict=True)
         self.ranks_with_inputs = tuple(rank for rank, flag in every if flag)
+        if current_pretence() is not None and 0 < flags.sum() < len(flags):
+            ranks = list(self.ranks_with_inputs)
+            raise PretendError(
+                f"within Join at {call_site()} only ranks {ranks} of {len(flags)} have another "
+                f"batch, and a plan cannot tell how ranks go on that wait for others': plan "
+                f"with data that gives all ranks equally many batches"
+            )
         return self.ranks_with_inputs
 
     def _activate(self, ranks: tuple[int, ...]) -> None:
