@@ -196,16 +196,12 @@ def _replicated(sizes: Sizes, degree: int) -> Sizes:
 
 def _sharded(sizes: Sizes, degree: int) -> Sizes:
     sizes = _of_batch(sizes, degree)
-    # Stacks are divided between experts: fewer than ranks are padded.
-    stacks, divided = sizes.in_experts, min(degree, sizes.experts or degree)
-    left = (1 - stacks) / degree + stacks / divided
-    padded = 1 - stacks + stacks * degree / divided
     return replace(
         sizes,
-        parameters=sizes.parameters * left,
-        states=sizes.states * left,
-        buffers=sizes.buffers + 3 * sizes.block * padded,
-        moved=sizes.moved + 3 * sizes.parameters * padded * (degree - 1) / degree,
+        parameters=sizes.parameters / degree,
+        states=sizes.states / degree,
+        buffers=sizes.buffers + 3 * sizes.block,
+        moved=sizes.moved + 3 * sizes.parameters * (degree - 1) / degree,
     )
 
 
@@ -251,7 +247,6 @@ def _of_experts(sizes: Sizes, degree: int) -> Sizes:
         parameters=sizes.parameters / degree,
         states=sizes.states / degree,
         block=sizes.block * (gathered + sizes.in_experts / degree),
-        experts=sizes.experts // degree,
         moved=sizes.moved + moved,
     )
 
