@@ -128,7 +128,13 @@ class MeetingEngine(PythonEngine):
 
     def _gathered(self, own: bytes) -> bytes:
         """The records of all ranks, which have the same length, in the order of the ranks."""
-        everyone = self._exchanged(own)
+        try:
+            everyone = self._exchanged(own)
+        except Fault as fault:
+            if fault.args[0] == "peer_lost":  # an abort that says why a rank left may be on the way
+                poll(lambda: self.closed or self.aborted() is not None, ASK_SECONDS)
+                self.check_open()
+            raise
         self._met = self._performed, everyone
         return everyone
 
