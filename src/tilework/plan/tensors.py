@@ -100,7 +100,7 @@ class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(not issubclass(kind, DTensor) for kind in types):
+        if any(kind is not Tensor and not issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # as of a tensor that another stage of a pipeline has
         kwargs = dict(kwargs or {})
         tensors = tensors_in((args, kwargs))
