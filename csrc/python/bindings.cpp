@@ -351,7 +351,7 @@ PyObject* operator_call(PyObject* self, PyObject* const* args, Py_ssize_t count)
   });
 }
 
-/// `self` is a tuple: the handlers, and what is called otherwise.
+/// `self` is a tuple: the handlers, and the function to call where none handles the call.
 PyObject* torch_function_call(PyObject* self, PyObject* const* args, Py_ssize_t count,
                               PyObject* keywords) {
   PyObject *const handlers = PyTuple_GET_ITEM(self, 0), *const otherwise =

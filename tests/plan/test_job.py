@@ -81,6 +81,18 @@ def test_sums_count_all_ranks() -> None:
     assert pretended(program, 5)[4] == [0, 5, 10]
 
 
+@pytest.mark.parametrize("op", ["SUM", "MIN", "MAX", "PRODUCT"])
+def test_ranks_that_run_reduce_what_the_others_give(op: str) -> None:
+    def reduced() -> list[list[float]]:
+        dtypes = torch.int64, torch.float32, torch.bfloat16, torch.bool
+        made = [torch.tensor([dist.get_rank() + 1, 2]).to(dtype) for dtype in dtypes]
+        for tensor in made:
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+        return [tensor.tolist() for tensor in made]
+
+    assert list(pretended(reduced, 3).values()) == run_ranks(3, lambda rank: reduced())
+
+
 def test_numbers_without_values_compute_and_print() -> None:
     def program() -> str:
         loss = torch.randn(3).sum()

@@ -94,8 +94,8 @@ class PretendEngine(PythonEngine):
 
     def _take_rows(self, operation: Operation, own: Tensor) -> None:
         """Take small rows, also those to reduce, from ranks that ran in an earlier pass."""
-        alike = operation.kind, own.dtype, own.numel()  # ranks may have parted before
-        key = self.group, self.ranks, self.sequence(), *alike
+        call = operation.kind, own.dtype, own.numel()  # ranks may have parted before
+        key = self.group, self.ranks, self.sequence(), *call
         others = self.pretence.job.exchange(key, self.rank, own.view(-1).tolist())
         rows = {rank: torch.tensor(row, dtype=own.dtype) for rank, row in others.items()}
         if operation.kind == "all_gather":

@@ -301,13 +301,13 @@ def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
             is_large = row.numel * flat.compute_dtype.itemsize >= DIRECT_BYTES
             key = row if is_large else (flat.compute_dtype, flat.device, flat.shard_group)
             rows_of.setdefault(key, []).append((flat, gathering, at))
-    for alike in rows_of.values():
-        sent = [flat.own_row(at) for flat, _, at in alike]
+    for members in rows_of.values():
+        sent = [flat.own_row(at) for flat, _, at in members]
         mine = sent[0] if len(sent) == 1 else torch.cat(sent)
-        rows = mine.new_empty(alike[0][0].ranks, mine.numel())
-        message = Message(alike[0][0].send(rows.view(-1), mine, async_op))
+        rows = mine.new_empty(members[0][0].ranks, mine.numel())
+        message = Message(members[0][0].send(rows.view(-1), mine, async_op))
         parts = rows.split_with_sizes([each.numel() for each in sent], 1)
-        for (flat, gathering, at), part in zip(alike, parts, strict=True):
+        for (flat, gathering, at), part in zip(members, parts, strict=True):
             gathering.messages.append(message)
             fulls = [gathering.fulls[place] for place in flat.in_rows[at]]
             message.pairs += flat.rows[at].pairs(part, fulls)

@@ -89,8 +89,8 @@ def reduced(given: Iterable[Gradients]) -> dict[int, Tensor | None]:
             for param in flat.params:
                 if id(param) in found:
                     dtype = param.grad_dtype
-                    alike = kinds.setdefault(_kind(unit, flat, dtype), [])
-                    alike.append((unit, Gradient(flat, param, dtype, found[id(param)])))
+                    members = kinds.setdefault(_kind(unit, flat, dtype), [])
+                    members.append((unit, Gradient(flat, param, dtype, found[id(param)])))
     shards: dict[int, Tensor | None] = {}
     for pairs in kinds.values():
         units, gradients = list(dict.fromkeys(unit for unit, _ in pairs)), [g for _, g in pairs]
