@@ -9,9 +9,8 @@ import os
 import socket
 import stat
 import sys
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 from tilework.errors import DistNetworkError
 from tilework.framed import other_user_of, tune_tcp
@@ -23,56 +22,15 @@ _BACKLOG: Final = 4096
 SILENCE: Final = (10, 5, 4)
 
 
-class Address(ABC):
-    """An address at which a store's server listens and to which clients connect; base class."""
-
-    #: The beginning of :attr:`url`.
-    scheme: ClassVar[str]
-
-    @abstractmethod
-    def listen(self) -> socket.socket:
-        """A new socket that listens at this address. Raises DistNetworkError if it cannot."""
-
-    @abstractmethod
-    def connect(self, timeout_seconds: float) -> socket.socket:
-        """A new socket that is connected to this address. Tries once. Raises OSError."""
-
-    @abstractmethod
-    def bound(self, listener: socket.socket) -> Address:
-        """This address with the port of ``listener``, which the system picked if the port was 0."""
-
-    @property
-    def url(self) -> str:
-        """This address as ``TILEWORK_STORE`` has it."""
-        return f"{self.scheme}{self}"
-
-    @property
-    @abstractmethod
-    def hint(self) -> str:
-        """Advice for the error message when no server answers at this address."""
-
-    @property
-    @abstractmethod
-    def is_of_one_host(self) -> bool:
-        """True if only processes of this host can reach this address."""
-
-    def refuses(self, peer: socket.socket) -> str:
-        """The reason to refuse the process at the other end of ``peer``; empty if there is none."""
-        return ""
-
-    def released(self) -> None:  # noqa: B027 (most leave nothing behind)
-        """Remove the file that the closed listening socket has left behind, if there is one."""
-
-
 @dataclass(frozen=True)
-class TcpAddress(Address):
+class TcpAddress:
     """The address of a store that listens on a TCP port; ``host`` is a name, an IPv4 or IPv6
     address.
     """
 
     host: str
     port: int
-    scheme: ClassVar[str] = "tcp://"
+    #: Advice for the error message when no server answers there.
     hint = (
         "Check that whoever serves it (rank 0, the launcher of node 0, `tilework store`) runs and "
         "listens there, that the host name means the same machine everywhere (not 127.0.1.1 on "
@@ -92,7 +50,13 @@ class TcpAddress(Address):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def url(self) -> str:
+        """This address as ``TILEWORK_STORE`` has it."""
+        return f"tcp://{self}"
+
+    @property
     def is_of_one_host(self) -> bool:
+        """True if only processes of this host can reach this address."""
         try:
             resolved = self._resolve()
         except (OSError, UnicodeError):
@@ -100,31 +64,25 @@ class TcpAddress(Address):
         return all(ipaddress.ip_address(where[0]).is_loopback for _, where in resolved)
 
     def listen(self) -> socket.socket:
-        """Listen on exactly the address of ``host``: on all interfaces only if it asks for them."""
-        failures: list[OSError] = []
+        """A new socket, on exactly the address of ``host``: on all interfaces only if it asks so.
+
+        Raises DistNetworkError if it cannot listen.
+        """
+        failure = OSError()
         for family, where in self._resolve_or_raise():
-            listener: socket.socket | None = None
             try:
-                listener = socket.socket(family, socket.SOCK_STREAM)
-                # A port whose last connections linger in TIME_WAIT is free.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind(where)
-                listener.listen(_BACKLOG)
-                return listener
+                # A port whose last connections linger in TIME_WAIT is free; IPv6 does not mean IPv4.
+                return socket.create_server(where, family=family, backlog=_BACKLOG)
             except OSError as error:
-                if listener is not None:
-                    listener.close()
-                failures.append(error)
+                failure = error
                 if error.errno == errno.EADDRINUSE:
                     break
-        raise DistNetworkError(
-            f"cannot listen on {self}: {failures[-1].strerror}. {_listen_advice(failures[-1])}"
-        ) from failures[-1]
+        why = os.strerror(failure.errno or 0)
+        advice = _listen_advice(failure)
+        raise DistNetworkError(f"cannot listen on {self}: {why}. {advice}") from failure
 
     def connect(self, timeout_seconds: float) -> socket.socket:
-        """Try each address that the host resolves to, once; return the first connection."""
+        """The first connection to an address that the host resolves to. Tries once; or OSError."""
         failure: OSError = OSError("the host has no address")
         for family, where in self._resolve():
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -142,7 +100,15 @@ class TcpAddress(Address):
         raise failure
 
     def bound(self, listener: socket.socket) -> TcpAddress:
+        """This address with the port of ``listener``, which the system picked if the port was 0."""
         return TcpAddress(self.host, listener.getsockname()[1])
+
+    def refuses(self, peer: socket.socket) -> str:
+        """The reason to refuse the process at the other end of ``peer``; empty if there is none."""
+        return ""
+
+    def released(self) -> None:
+        """Remove the file that the closed listening socket has left behind: here there is none."""
 
     def _resolve(self) -> list[tuple[int, tuple[str, int]]]:
         infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -161,11 +127,10 @@ class TcpAddress(Address):
 
 
 @dataclass(frozen=True)
-class UnixAddress(Address):
+class UnixAddress:
     """A Unix socket: ``@name`` in Linux's abstract namespace, a path otherwise."""
 
     name: str
-    scheme: ClassVar[str] = "unix:"
     is_of_one_host = True
     hint = (
         "Check that the process that serves the store (the launcher, or rank 0) is running, on "
@@ -185,6 +150,10 @@ class UnixAddress(Address):
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def url(self) -> str:
+        return f"unix:{self.name}"
 
     @property
     def abstract(self) -> bool:
@@ -255,6 +224,10 @@ class UnixAddress(Address):
         except OSError:
             return True  # Busy, or not ours to touch.
         return True
+
+
+#: An address at which a store's server listens and to which clients connect.
+Address = TcpAddress | UnixAddress
 
 
 def _listen_advice(error: OSError) -> str:
