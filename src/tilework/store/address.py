@@ -71,7 +71,7 @@ class TcpAddress:
         failure = OSError()
         for family, where in self._resolve_or_raise():
             try:
-                # A port whose last connections linger in TIME_WAIT is free; IPv6 does not mean IPv4.
+                # A port whose last connections linger in TIME_WAIT is free; IPv6 is not IPv4.
                 return socket.create_server(where, family=family, backlog=_BACKLOG)
             except OSError as error:
                 failure = error

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Final
 
 from tilework.errors import DistStoreError, QueueEmptyError, StoreTimeoutError
-from tilework.store import checks
 
 #: The longest key, in bytes of UTF-8.
 MAX_KEY_BYTES: Final = 64 << 10
@@ -194,9 +193,9 @@ def answers_within(limit: timedelta) -> Iterator[None]:
 
     Waits for keys end by then, too. In nested blocks the limit that ends first counts.
     """
-    seconds = checks.seconds(limit)
-    grace = min(GRACE_SECONDS, max(_LEAST_GRACE_SECONDS, _GRACE_SHARE * seconds))
-    end, outer = time.monotonic() + seconds + grace, _end.get()
+    whole = seconds(limit)
+    grace = min(GRACE_SECONDS, max(_LEAST_GRACE_SECONDS, _GRACE_SHARE * whole))
+    end, outer = time.monotonic() + whole + grace, _end.get()
     token = _end.set(end if outer is None else min(end, outer))
     try:
         yield

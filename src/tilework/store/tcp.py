@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 from tilework.errors import DistError, StoreTimeoutError
 from tilework.forks import watch_forks
@@ -81,13 +82,14 @@ class TCPStore(RemoteStore):
         where = TcpAddress(host, port)
         if not is_master and port == 0:
             raise ValueError("port 0 picks a free port on the master; a client must name the port")
-        lease = _tenants.serve(where, secret, multi_tenant) if is_master else None
-        if lease is not None:
-            where = TcpAddress(host, lease.port)
+        server = _tenants.serve(where, secret, multi_tenant) if is_master else None
+        release = None
+        if server is not None:
+            where, release = TcpAddress(host, server.port), partial(_tenants.give_back, server)
         self.host, self.port = where.host, where.port
         self._expected, self.arrival_name = world_size, os.urandom(16).hex()
         with answers_within(timeout):
-            super().__init__(where, timeout, secret, lease)
+            super().__init__(where, timeout, secret, release)
             try:
                 self._join(world_size if is_master and wait_for_workers else None)
             except BaseException:
@@ -145,20 +147,6 @@ class TCPStore(RemoteStore):
         return frozenset(self.get(key).decode().split() if self.check([key]) else ())
 
 
-class _Lease:
-    """A store's share of a server; calling it gives the share back. Idempotent."""
-
-    def __init__(self, tenants: _Tenants, server: StoreServer) -> None:
-        self.port = server.port
-        self._tenants = tenants
-        self._server: StoreServer | None = server
-
-    def __call__(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            self._tenants.give_back(server)
-
-
 class _Tenants:
     """The servers of this process, and how many stores use each."""
 
@@ -168,8 +156,8 @@ class _Tenants:
         self._shared: dict[tuple[TcpAddress, bytes | None], StoreServer] = {}
         watch_forks(self)
 
-    def serve(self, where: TcpAddress, secret: bytes | None, shared: bool) -> _Lease:
-        """A lease of a server at ``where``: a new server, or if ``shared`` a running server."""
+    def serve(self, where: TcpAddress, secret: bytes | None, shared: bool) -> StoreServer:
+        """A share of a server at ``where``: a new server, or if ``shared`` a running server."""
         with self._lock:
             server = self._shared.get((where, secret)) if shared else None
             if server is None:
@@ -179,7 +167,7 @@ class _Tenants:
                 if shared:
                     self._shared[TcpAddress(where.host, server.port), secret] = server
             self._users[server] += 1
-            return _Lease(self, server)
+            return server
 
     def give_back(self, server: StoreServer) -> None:
         """Give one share back; the last one closes the server."""
