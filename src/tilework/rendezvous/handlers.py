@@ -31,8 +31,10 @@ from tilework.store import (
     UnixStore,
 )
 from tilework.store.internal import (
+    Address,
     LateNotice,
     TcpAddress,
+    UnixAddress,
     positive,
     ranks_in_words,
     while_connecting,
@@ -209,7 +211,7 @@ _PORTS: Final = 15000
 #: Servers that this process, as rank 0, holds until it ends. A job may form a group, destroy it and
 #: form it again; a rank that is early at the second meeting must not find the server of the first
 #: meeting just before it closes. By process, since a forked child has none of them.
-_held: dict[tuple[int, str, bytes | None], StoreServer] = {}
+_held: dict[tuple[int, Address, bytes | None], StoreServer] = {}
 
 #: Processes that have said that they are alone: this one, or that which it was forked from.
 _said_alone: set[int] = set()
@@ -364,14 +366,18 @@ def _env_store(
         host, port = os.environ["MASTER_ADDR"], _master_port()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _torchrun_store(host, port, timeout)
-        return _tcp_store(host, port, place.rank == 0, timeout, secret)
-    if settings is not None and settings.job:
-        if settings.single_host:
-            return _unix_store(_job_address(settings.job), place.rank == 0, timeout, secret)
-        if settings.host is not None:
-            port = _FIRST_PORT + zlib.crc32(settings.job.encode()) % _PORTS
-            return _tcp_store(settings.host, port, place.rank == 0, timeout, secret)
-    raise ValueError(_not_set("MASTER_ADDR"))
+        where: Address = TcpAddress(host, port)
+    elif settings is not None and settings.job and settings.single_host:
+        where = UnixAddress(_job_address(settings.job))
+    elif settings is not None and settings.job and settings.host is not None:
+        where = TcpAddress(settings.host, _port_for(settings.job))
+    else:
+        raise ValueError(_not_set("MASTER_ADDR"))
+    return _served_store(where, place.rank == 0, timeout, secret)
+
+
+def _port_for(job: str) -> int:
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
 def _master_port() -> int:
@@ -392,7 +398,7 @@ def name_master() -> None:
     text = os.environ.get("TILEWORK_STORE")
     if text and "MASTER_ADDR" not in os.environ and "MASTER_PORT" not in os.environ:
         host = split_url(text).hostname or "127.0.0.1"
-        port = str(_FIRST_PORT + zlib.crc32(text.encode()) % _PORTS)
+        port = str(_port_for(text))
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, TILEWORK_MASTER=f"{host}:{port}")
 
 
@@ -449,27 +455,16 @@ def _job_address(job: str) -> str:
     return f"@{name}" if sys.platform == "linux" else f"{tempfile.gettempdir()}/{name}"
 
 
-def _tcp_store(
-    host: str, port: int, serve: bool, timeout: timedelta, secret: bytes | None
-) -> TCPStore:
-    if serve:
-        key = (os.getpid(), f"{host}:{port}", secret)
-        if key not in _held:
-            _hold(key, StoreServer.listen_tcp(host, port, secret))
-    return TCPStore(host, port, timeout=timeout, secret=secret)
-
-
-def _unix_store(address: str, serve: bool, timeout: timedelta, secret: bytes | None) -> UnixStore:
-    if serve:
-        key = (os.getpid(), address, secret)
-        if key not in _held:
-            _hold(key, StoreServer.listen_unix(address, secret))
-    return UnixStore(address, timeout=timeout, secret=secret)
-
-
-def _hold(key: tuple[int, str, bytes | None], server: StoreServer) -> None:
-    server.start()
-    _held[key] = server
+def _served_store(where: Address, serve: bool, timeout: timedelta, secret: bytes | None) -> Store:
+    """The store at ``where``, which this process serves from now on if ``serve``."""
+    key = os.getpid(), where, secret
+    if serve and key not in _held:
+        server = StoreServer(where, secret)
+        server.start()
+        _held[key] = server
+    if isinstance(where, TcpAddress):
+        return TCPStore(where.host, where.port, timeout=timeout, secret=secret)
+    return UnixStore(where.name, timeout=timeout, secret=secret)
 
 
 def _torchrun_store(host: str, port: int, timeout: timedelta) -> Store:
