@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
-from tilework.comm.backends.internal import DistributedBackendOptions
 from tilework.comm.backends.machine import host_identity, reachable_address
 from tilework.comm.world import current_world
 from tilework.errors import (
@@ -192,10 +191,7 @@ def join(
             undo.callback(transport.close, 0.0)
             shared_buffers = SharedBufferPool()
             undo.callback(shared_buffers.close)
-            ranks, limit = tuple(range(size)), meeting.store.timeout
-            host = host_identity(
-                DistributedBackendOptions(meeting.store, rank, size, limit, "rpc", ranks)
-            )
+            host = host_identity()
             card = Card(name, keys.proof, host, transport.listen_here(), shared_buffers.probe)
             cards = meeting.exchange(card)
             workers = Directory([each.name for each in cards])
