@@ -11,7 +11,7 @@ from tilework.inspect import Peak
 from tilework.plan.cluster import Cluster
 from tilework.plan.mismatches import Mismatch
 from tilework.plan.timing import RankTime
-from tilework.show import Page, TextTable, bytes_text, count_text
+from tilework.show import Page, Shown, TextTable, bytes_text, count_text
 
 #: The most modules in the table of memory.
 _MOST_ROWS = 12
@@ -152,7 +152,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Shown):
     """The report on a job. ``print`` shows it, and rich draws it.
 
     Attributes:
@@ -218,12 +218,6 @@ class PlanReport:
             parts += [f"  {branch}" for branch in self.branches]
         parts += ["", *self._findings()]
         return Page(*parts)
-
-    def __str__(self) -> str:
-        return str(self.__rich__())
-
-    def _repr_html_(self) -> str:
-        return self.__rich__().html()
 
     def _memory(self) -> list[str | TextTable]:
         peak, limit = self.worst.peak, self.cluster.memory

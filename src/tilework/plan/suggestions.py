@@ -24,7 +24,7 @@ from tilework.plan.model_plan import ModelPlan, backward, rows_of
 from tilework.plan.report import PlanReport
 from tilework.plan.timing import begin_step
 from tilework.plan.ways import AXES, WAYS, Sizes, blocks_of, experts_of
-from tilework.show import Page, TextTable, bytes_text
+from tilework.show import Page, Shown, TextTable, bytes_text
 
 #: The most plans that are pretended, and that are given.
 _MOST_TRIED, _MOST = 8, 5
@@ -39,7 +39,7 @@ _SLACK = 1.3
 
 
 @dataclass(frozen=True)
-class Suggestions(Sequence[ModelPlan]):
+class Suggestions(Shown, Sequence[ModelPlan]):
     """Plans, the fastest first, and why others were left out. Prints as tables."""
 
     plans: tuple[ModelPlan, ...]
@@ -67,9 +67,6 @@ class Suggestions(Sequence[ModelPlan]):
         if self.left_out:
             parts += ["", "left out:", TextTable(("plan", "why"), _grouped(self.left_out))]
         return Page(*parts)
-
-    def __str__(self) -> str:
-        return str(self.__rich__())
 
 
 def _row(plan: ModelPlan, report: PlanReport) -> tuple[str, ...]:
