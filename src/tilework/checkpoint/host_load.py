@@ -138,10 +138,8 @@ class _SplitReading:
                         continue
                     target = self._targets.place(split.tensor, split.part, need)
                     counts = need.ranks[turn % len(need.ranks)] == here
-                    if reader.verify and counts:
-                        reader.read_split_box(tensor, split.part, need.box, target, place)
-                    else:
-                        reader.read_unchecked_box(tensor, split.part, need.box, target)
+                    at = place if reader.verify and counts else None
+                    reader.read_split_box(tensor, split.part, need.box, target, at)
                     nbytes = need.box.volume * tensor.itemsize
                     reader.bytes_read += nbytes if counts else 0
                 place += self._chunks(split)

@@ -53,6 +53,11 @@ class CoreRead(NamedTuple):
 _Listed = tuple[tuple[Any, ...], CoreRead, int]
 
 
+#: The checks of a read: a byte for each chunk, 1 to compare the checksum; or the place in shares of
+#: checksums from which on the read adds to them.
+Checks = bytes | int
+
+
 class CoreReads:
     """The reads of a PartReader that the core does, at the latest in :meth:`run`.
 
@@ -68,15 +73,12 @@ class CoreReads:
         self._shared: list[_Listed] = []
         self._nbytes = 0
 
-    def add_checked(self, read: CoreRead, checked: bytes) -> None:
-        self._add(self._checked, read, array("I", read.part.crc32).tobytes(), checked)
-
-    def add_shared(self, read: CoreRead, place: int) -> None:
-        """List a read that adds shares in the part's checksums to ``shares``, from ``place`` on."""
-        self._add(self._shared, read, place)
-
-    def _add(self, listed: list[_Listed], read: CoreRead, *how: Any) -> None:
+    def add(self, read: CoreRead, checks: Checks) -> None:
         part, (begin, end) = read.part, read.reach
+        how: tuple[Any, ...] = (checks,)
+        listed = self._shared
+        if isinstance(checks, bytes):
+            listed, how = self._checked, (array("I", part.crc32).tobytes(), checks)
         place = self._reader.descriptor(part), part.offset, part.nbytes, read.runs
         chunk = self._reader.index.chunk_bytes
         step = max(1, CALL_BYTES // chunk) * chunk
@@ -309,14 +311,9 @@ class PartReader:
             self._reads = CoreReads(self)
         return self._reads
 
-    def _read_by_core(self, read: CoreRead, checked: bytes, at_once: bool = False) -> None:
+    def _read_by_core(self, read: CoreRead, checks: Checks, at_once: bool = False) -> None:
         """Let the core do a read: now, or together with others within :meth:`together`."""
-        self._core_reads.add_checked(read, checked)
-        if at_once or not self._is_together:
-            self._core_reads.run()
-
-    def _shares_by_core(self, read: CoreRead, place: int, at_once: bool = False) -> None:
-        self._core_reads.add_shared(read, place)
+        self._core_reads.add(read, checks)
         if at_once or not self._is_together:
             self._core_reads.run()
 
@@ -376,31 +373,12 @@ class PartReader:
         self.bytes_read += own.count(1) * chunk - (tail if own.endswith(b"\1") else 0)
 
     def read_split_box(
-        self, tensor: SavedTensor, part: Part, box: Box, target: Place, place: int
+        self, tensor: SavedTensor, part: Part, box: Box, target: Place, place: int | None
     ) -> None:
         """Read a box of a part, and add shares in checksums to the numbers from ``place`` on."""
-        reach = self._reach(tensor, part, box, target)
-        itemsize = tensor.itemsize
-        counted = box.volume * itemsize
-        if isinstance(target, tuple):
-            self._shares_by_core(CoreRead(tensor, part, target, reach, counted), place)
-            return
-        runs = runs_of(part.box, box, target) if target.dtype is DTYPES[tensor.dtype] else None
-        if runs is not None:
-            self._shares_by_core(CoreRead(tensor, part, runs, reach, counted), place)
-            return
-        for start, stop in self._bounces(part, *reach):
-            memory = self._bounced(stop - start)
-            runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
-            read = CoreRead(tensor, part, runs, (start, stop))
-            self._shares_by_core(read, place, at_once=True)
-            copy_region(memory.view(DTYPES[tensor.dtype]), part, start // itemsize, box, target)
-            self.progress(share_of(counted, reach, start, stop))
-
-    def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
         unchecked = bytes(chunk_count(part.nbytes, self.index.chunk_bytes))
         reach = self._reach(tensor, part, box, target)
-        self._read_box(tensor, part, box, target, unchecked, reach)
+        self._read_box(tensor, part, box, target, unchecked if place is None else place, reach)
 
     def _reach(
         self, tensor: SavedTensor, part: Part, box: Box, target: Place | None
@@ -424,29 +402,34 @@ class PartReader:
         part: Part,
         box: Box,
         target: Place,
-        checked: bytes,
+        checks: Checks,
         reach: tuple[int, int],
     ) -> None:
         if reach[0] == reach[1]:
             return
-        if isinstance(target, tuple):
-            counted = box.volume * tensor.itemsize
-            self._read_by_core(CoreRead(tensor, part, target, reach, counted), checked)
-            return
-        runs = runs_of(part.box, box, target) if target.dtype is DTYPES[tensor.dtype] else None
+        dtype, counted = DTYPES[tensor.dtype], box.volume * tensor.itemsize
+        runs: Runs | None = target if isinstance(target, tuple) else None
+        if isinstance(target, Tensor) and target.dtype is dtype:
+            runs = runs_of(part.box, box, target)
         if runs is not None and self._by_core:
-            self._read_by_core(CoreRead(tensor, part, runs, reach, target.nbytes), checked)
+            self._read_by_core(CoreRead(tensor, part, runs, reach, counted), checks)
             return
-        if runs is not None and runs[2] == target.nbytes and reach == (runs[1], runs[1] + runs[2]):
-            self.read_some_chunks(tensor, part, reach[0], byte_view(target), checked)
-            self.progress(target.nbytes)
+        assert isinstance(target, Tensor)  # runs without a tensor are for the core
+        is_whole = runs is not None and (*reach, counted) == (runs[1], runs[1] + runs[2], runs[2])
+        if is_whole and isinstance(checks, bytes):
+            self.read_some_chunks(tensor, part, reach[0], byte_view(target), checks)
+            self.progress(counted)
             return
-        itemsize = tensor.itemsize
         for start, stop in self._bounces(part, *reach):
             memory = self._bounced(stop - start)
-            self.read_some_chunks(tensor, part, start, byte_view(memory), checked)
-            copy_region(memory.view(DTYPES[tensor.dtype]), part, start // itemsize, box, target)
-            self.progress(share_of(box.volume * itemsize, reach, start, stop))
+            if isinstance(checks, bytes):
+                self.read_some_chunks(tensor, part, start, byte_view(memory), checks)
+            else:
+                runs = runs_in_place(part.box, box, memory.data_ptr() - start, tensor.itemsize)
+                read = CoreRead(tensor, part, runs, (start, stop))
+                self._read_by_core(read, checks, at_once=True)
+            copy_region(memory.view(dtype), part, start // tensor.itemsize, box, target)
+            self.progress(share_of(counted, reach, start, stop))
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Cut the bytes from ``start`` to ``stop`` of a part into ranges of whole chunks."""
