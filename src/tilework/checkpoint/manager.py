@@ -16,7 +16,7 @@ from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_text import is_ours
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.saving import SaveOptions, nothing
+from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import FOLDER, KeptCheckpoint, kept_in, run_page
 from tilework.checkpoint.storage import LOCK_NAME, Storage
 from tilework.checkpoint.url_storage import AnyPath, storage_at
@@ -226,7 +226,7 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
     if not is_due(names):
         return False
     try:
-        release = storage.lock() if names else nothing
+        release = storage.lock() if names else lambda: None
     except (CheckpointError, FileNotFoundError):
         return False  # somebody is writing to it, or has removed it
     try:

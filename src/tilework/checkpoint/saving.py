@@ -8,7 +8,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,76 +109,60 @@ def prepare_save(
     No file is written or removed yet. ``first`` is called on each rank before all else, and may
     raise a CheckpointError.
     """
-    path = _Path(storage, options)
     flats: list[FlatState] = []
+    with ExitStack() as lock:
 
-    def describe_own() -> Any:
-        first()
-        flats.append(flatten(state, Containers(state)))
-        # Partial tensors must be reduced first.
-        some_partial = any(map(is_partial, flats[0].leaves.values()))
-        described = None if some_partial else _as_plain(describe(flats[0], ranks.all))
-        if ranks.is_first:
-            path.take()
-        return described
+        def describe_own() -> Any:
+            first()
+            flats.append(flatten(state, Containers(state)))
+            # Partial tensors must be reduced first.
+            some_partial = any(map(is_partial, flats[0].leaves.values()))
+            described = None if some_partial else _as_plain(describe(flats[0], ranks.all))
+            if ranks.is_first:
+                check_meta(options.meta)
+                lock.callback(_locked(storage))
+                _check_replaceable(storage, options)
+            return described
 
-    try:
         descriptions = ranks.gather(describe_own)
         if any(described is None for described in descriptions):
             settle(flats[0])
             descriptions = ranks.gather(lambda: _as_plain(describe(flats[0], ranks.all)))
         # Separately: the facts above are mostly the same on all ranks, and are not sent.
-        token, file_bytes = ranks.gather(lambda: (path.token, options.file_bytes))[0]
+        token = secrets.token_hex(4) if ranks.is_first else ""
+        token, file_bytes = ranks.gather(lambda: (token, options.file_bytes))[0]
         options = replace(options, file_bytes=file_bytes)
         known = {id(each): Description(*each) for each in descriptions}
         merged = merge([known[id(each)] for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
         prefix = f"{token}-rank{ranks.here:05}"
         files = plan_files(merged.tensors, written[ranks.here], prefix, options.file_bytes)
-    except BaseException:
-        path.release()
-        raise
-    return Save(storage, ranks, options, merged, flats[0].leaves, files, path.release)
+        release = lock.pop_all().close
+    return Save(storage, ranks, options, merged, flats[0].leaves, files, release)
 
 
 def _as_plain(description: Description) -> Any:
     return description.leaves, description.containers, description.contents
 
 
-def nothing() -> None:
-    """Do nothing."""
+def _locked(storage: Storage) -> Callable[[], None]:
+    """Lock the folder of a save, which is made if it is missing; return the lock's release."""
+    for _ in range(_ATTEMPTS):
+        storage.prepare()
+        # Another manager may have taken the new folder for a leftover of a lost save.
+        with suppress(FileNotFoundError, CheckpointError):
+            return storage.lock()
+        time.sleep(_PAUSE_SECONDS)
+    storage.prepare()
+    return storage.lock()
 
 
-class _Path:
-    """The folder of a save, which the first rank locks until the save ends."""
-
-    def __init__(self, storage: Storage, options: SaveOptions) -> None:
-        self._storage, self._options = storage, options
-        self.release: Callable[[], None] = nothing
-        #: The mark of this save, on the rank that owns the path.
-        self.token = ""
-
-    def take(self) -> None:
-        check_meta(self._options.meta)
-        self.release = self._locked()
-        storage = self._storage
-        if not self._options.overwrite and is_checkpoint(storage.names(), storage):
-            raise CheckpointError(
-                f"{self._storage.location} is a checkpoint already: give another path, or "
-                f"overwrite=True",
-                file=self._storage.location,
-            )
-        self.token = secrets.token_hex(4)
-
-    def _locked(self) -> Callable[[], None]:
-        for _ in range(_ATTEMPTS):
-            self._storage.prepare()
-            # Another manager may have taken the new folder for a leftover of a lost save.
-            with suppress(FileNotFoundError, CheckpointError):
-                return self._storage.lock()
-            time.sleep(_PAUSE_SECONDS)
-        self._storage.prepare()
-        return self._storage.lock()
+def _check_replaceable(storage: Storage, options: SaveOptions) -> None:
+    if not options.overwrite and is_checkpoint(storage.names(), storage):
+        raise CheckpointError(
+            f"{storage.location} is a checkpoint already: give another path, or overwrite=True",
+            file=storage.location,
+        )
 
 
 def remove_leftovers(storage: Storage) -> list[str]:

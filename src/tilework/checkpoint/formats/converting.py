@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,8 +244,8 @@ def _check_unique(renamed: Mapping[str, str]) -> None:
 def _write_tilework(source: Source, target: AnyPath, options: ConvertOptions) -> None:
     storage = storage_at(target)
     storage.prepare()
-    release: Callable[[], None] = storage.lock()
-    try:
+    with ExitStack() as lock:
+        lock.callback(storage.lock())
         remove_leftovers(storage)
         alone: Ranks = of_group(None)
         merged = MergedState(source.flat, source.tensors, [((), (0,))] * len(source.tensors), {})
@@ -254,10 +255,7 @@ def _write_tilework(source: Source, target: AnyPath, options: ConvertOptions) ->
         )
         meta: dict[str, Any] = dict(source.meta)
         settings = SaveOptions(meta, options.file_bytes)
-        save = Save(storage, alone, settings, merged, {}, files, release)
-    except BaseException:
-        release()
-        raise
+        save = Save(storage, alone, settings, merged, {}, files, lock.pop_all().close)
     write_and_commit(
         save, lambda placed: source.elements(placed.tensor, placed.box), alone, lambda _: None
     )
