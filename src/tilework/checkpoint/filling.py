@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,12 +80,8 @@ class Filling:
 
     def __post_init__(self) -> None:
         self._paths = {dotted(path): path for path in (*self.saved.containers, *self.saved.leaves)}
-        self._inside: dict[Path, list[Path]] | None = None
 
     # -- looking up --------------------------------------------------------------------------
-
-    def is_asked(self, name: str) -> bool:
-        return self.names.match(name)
 
     def mapped(self, name: str) -> str:
         mapped = mapped_name(name, self.map_names)
@@ -146,12 +143,20 @@ class Filling:
         return self.made.get(leaf.name) or self.index.tensors[leaf.name]
 
     def paths_under(self, root: Path) -> list[Path]:
-        if self._inside is None:
-            self._inside = {}
-            for path in self.saved.leaves:
-                for length in range(len(path) + 1):
-                    self._inside.setdefault(path[:length], []).append(path)
-        return self._inside.get(root, [])
+        """The paths of leaves at a saved path and below."""
+        return self._leaves_under.get(root, [])
+
+    def containers_under(self, root: Path) -> dict[Path, str]:
+        """The kinds of containers at a saved path and below."""
+        return {path: self.saved.containers[path] for path in self._containers_under.get(root, ())}
+
+    @cached_property
+    def _leaves_under(self) -> dict[Path, list[Path]]:
+        return _by_beginning(self.saved.leaves)
+
+    @cached_property
+    def _containers_under(self) -> dict[Path, list[Path]]:
+        return _by_beginning(self.saved.containers)
 
     def is_of_others(self, root: Path) -> bool:
         """True if leaves below a saved path are of other ranks, and none is of this rank alone."""
@@ -186,7 +191,7 @@ class Filling:
 
     def _visit_tensor(self, value: Tensor, path: Path) -> Finish:
         name = dotted(path)
-        if not self.is_asked(name):
+        if not self.names.match(name):
             return lambda: value
         found = self.find(path)
         leaf = self.leaf(found) if found is not None and found in self.saved.leaves else None
@@ -233,8 +238,8 @@ class Filling:
 
     def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> Finish:
         found = self.find(path)
-        if not value and found is not None and self.is_asked(dotted(path)):
-            fresh = self.fresh(found)
+        if not value and found is not None and self.names.match(dotted(path)):
+            fresh = Fresh(self, found)
             return lambda: _updated(value, fresh()) if fresh.found else value
         finishes = {key: self.visit(each, (*path, key)) for key, each in value.items()}
 
@@ -248,8 +253,8 @@ class Filling:
 
     def _visit_sequence(self, value: list[Any] | tuple[Any, ...], path: Path) -> Finish:
         found = self.find(path)
-        if not value and found is not None and self.is_asked(dotted(path)):
-            fresh = self.fresh(found)
+        if not value and found is not None and self.names.match(dotted(path)):
+            fresh = Fresh(self, found)
             if self.is_of_others(found):
                 return lambda: value
             return lambda: _replaced(value, fresh())
@@ -258,13 +263,13 @@ class Filling:
 
     def _visit_value(self, value: Any, path: Path) -> Finish:
         name = dotted(path)
-        if not self.is_asked(name):
+        if not self.names.match(name):
             return lambda: value
         found = self.find(path)
         if found is None:
             self.missing.append(name)
             return lambda: value
-        fresh = self.fresh(found)
+        fresh = Fresh(self, found)
         return lambda: _replaced(value, fresh()) if fresh.found else value
 
     def _visit_array(self, value: Any, path: Path) -> Finish:
@@ -308,15 +313,21 @@ class Filling:
     def _visit_object(self, value: Any, path: Path) -> Finish:
         """Look up an object with ``load_state_dict``, if names in it are asked for."""
         name, found = dotted(path), self.find(path)
-        if not self.is_asked(name) and not (
-            found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))
+        if not self.names.match(name) and not (
+            found is not None and any(self.names.match(dotted(p)) for p in self.paths_under(found))
         ):
             return lambda: value
         if found is None:
             self.missing.append(name)
             return lambda: value
         contents = value.state_dict()
-        fresh = self.fresh(found, dict(found_in(contents, Tensor)))
+        own = dict(found_in(contents, Tensor))
+
+        def memory(path: Path, saved: SavedTensor) -> Tensor | None:
+            tensor = own.get(path)
+            return tensor if tensor is not None and tuple(tensor.shape) == saved.shape else None
+
+        fresh = Fresh(self, found, memory)
         if self.is_of_others(found):
             fresh.keep(flatten(contents, Containers(contents)))
 
@@ -328,32 +339,41 @@ class Filling:
 
         return give
 
-    # -- values without a place in the state ------------------------------------------------------
 
-    def fresh(self, root: Path, into: Mapping[Path, Tensor] | None = None) -> Fresh:
-        """New values and tensors, or those of ``into``, for everything below a saved path."""
-        return Fresh(self, root, into or {})
+def _by_beginning(paths: Iterable[Path]) -> dict[Path, list[Path]]:
+    found: dict[Path, list[Path]] = {}
+    for path in paths:
+        for length in range(len(path) + 1):
+            found.setdefault(path[:length], []).append(path)
+    return found
+
+
+#: Gives memory for a saved tensor at a path within a state, or None.
+Memory = Callable[[Path, SavedTensor], Tensor | None]
 
 
 class Fresh:
-    """Everything saved below a path. Once tensors are filled, a call builds and returns it."""
+    """Everything saved below a path, without a place in the state: in new memory, unless ``memory``
+    gives any. Once tensors are filled, a call builds and returns it.
+    """
 
-    def __init__(self, filling: Filling, root: Path, into: Mapping[Path, Tensor]) -> None:
+    def __init__(
+        self, filling: Filling, root: Path, memory: Memory = lambda path, saved: None
+    ) -> None:
         self._root = root
-        self._flat = FlatState(
-            containers={
-                path: kind
-                for path, kind in filling.saved.containers.items()
-                if path[: len(root)] == root
-            }
-        )
+        self._flat = FlatState(containers=filling.containers_under(root))
         self._paths = filling.paths_under(root)
         for path in self._paths:
-            leaf = filling.leaf(path)
-            if isinstance(leaf, FlatValue):
+            leaf: Any = filling.leaf(path)
+            if isinstance(leaf, NamedTensor):
+                saved = filling.tensor_named(leaf)
+                leaf = memory(path[len(root) :], saved)
+                if leaf is None:
+                    filling.check_files({part.file for part in saved.parts})
+                    leaf = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+                filling.fill(leaf, saved, dotted(path))
+            if leaf is not None:
                 self._flat.leaves[path] = leaf
-            elif leaf is not None:
-                self._flat.leaves[path] = self._tensor(filling, leaf, into.get(path[len(root) :]))
         #: False if everything belongs to other ranks.
         self.found = bool(self._flat.leaves) or not self._paths
 
@@ -363,15 +383,6 @@ class Fresh:
         kept = {path: own.leaves.get(path[len(self._root) :]) for path in lacking}
         self.found = None not in kept.values()
         self._flat.leaves.update(kept)
-
-    @staticmethod
-    def _tensor(filling: Filling, leaf: NamedTensor, known: Tensor | None) -> Tensor:
-        saved = filling.tensor_named(leaf)
-        if known is None or tuple(known.shape) != saved.shape:
-            filling.check_files({part.file for part in saved.parts})
-            known = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-        filling.fill(known, saved, saved.name)
-        return known
 
     def __call__(self) -> Any:
         return rebuild(self._flat, self._root)

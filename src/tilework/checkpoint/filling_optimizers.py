@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tilework.checkpoint.filling import Filling, Finish
-from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
-from tilework.checkpoint.flattening import rebuild
+from tilework.checkpoint.filling import Filling, Finish, Fresh
+from tilework.checkpoint.flat_state import PerRank, dotted
 from tilework.checkpoint.format import Path, SavedTensor
 from tilework.checkpoint.stateful_objects import (
     Place,
@@ -39,7 +39,7 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
     A parameter that was not saved, or by other ranks alone, keeps the state that it has.
     """
     name = dotted(path)
-    if not (filling.is_asked(name) or filling.is_asked(f"{name}.state")):
+    if not (filling.names.match(name) or filling.names.match(f"{name}.state")):
         return lambda: optimizer
     root = filling.find(path)
     if root is None or (*root, "param_groups") not in filling.saved.containers:
@@ -48,7 +48,7 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
     groups = parameters_of(optimizer, filling.places)
     saved_groups = _saved_groups(filling, root)
     saved_name = _matching(filling, path, groups, saved_groups)
-    states: dict[int, FlatState] = {}
+    states: dict[int, Fresh] = {}
     kept: list[int] = []
     listed = [pair for group in groups for pair in group]
     for number, (name, parameter) in enumerate(listed):
@@ -57,10 +57,11 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
             filling.missing.append(dotted((*path, "state", name)))
             kept.append(number)
         elif _is_here(optimizer, parameter):
-            state = _state_of(filling, (*root, "state", saved), parameter)
-            if filling.is_of_others((*root, "state", saved)):
+            place = (*root, "state", saved)
+            state = Fresh(filling, place, partial(_empty_state, parameter))
+            if filling.is_of_others(place):
                 kept.append(number)
-            elif state.leaves:
+            elif filling.paths_under(place) and state.found:
                 states[number] = state
     for rest in filling.paths_under(root):
         if rest[len(root)] not in ("state", "param_groups"):
@@ -79,7 +80,8 @@ def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     known: set[Any] = set()
     for rank in (filling.rank, *sorted(others - {filling.rank})):
-        made = replace(filling, rank=rank, other_ranks=[]).fresh(path)()
+        now = replace(filling, rank=rank, other_ranks=[])
+        made = Fresh(now, path)()
         new = [dict(group) for group in made] if isinstance(made, list) else []
         for each in (x for x in new if "params" in x):
             names = [name for name in each["params"] if name not in known]
@@ -169,39 +171,10 @@ def _is_here(optimizer: Optimizer, parameter: Tensor) -> bool:
     return not is_split(optimizer) or optimizer.owner_of(parameter) == get_rank()  # type: ignore[attr-defined]
 
 
-def _state_of(filling: Filling, root: Path, parameter: Tensor) -> FlatState:
-    state = FlatState(
-        containers={
-            path[len(root) :]: kind for path, kind in _containers_under(filling, root).items()
-        }
-    )
-    for path in filling.paths_under(root):
-        leaf = filling.leaf(path)
-        short = path[len(root) :]
-        if isinstance(leaf, NamedTensor):
-            saved = filling.tensor_named(leaf)
-            tensor = _empty_state(str(short[-1]), parameter, saved)
-            filling.fill(tensor, saved, dotted(path))
-            state.leaves[short] = tensor
-        elif isinstance(leaf, FlatValue):
-            state.leaves[short] = leaf
-    return state
-
-
-def _containers_under(filling: Filling, root: Path) -> dict[Path, str]:
-    found: dict[Path, str] = {}
-    for path in (*filling.paths_under(root), (*root, None)):
-        for length in range(len(root), len(path)):
-            kind = filling.saved.containers.get(path[:length])
-            if kind is not None:
-                found[path[:length]] = kind
-    return found
-
-
-def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
+def _empty_state(parameter: Tensor, path: Path, saved: SavedTensor) -> Tensor:
     """Memory for a tensor of a state: laid out like the parameter if the shape is equal."""
     dtype = DTYPES[saved.dtype]
-    if name == "step" or saved.shape != tuple(parameter.shape):
+    if str(path[-1]) == "step" or saved.shape != tuple(parameter.shape):
         return torch.empty(saved.shape, dtype=dtype)
     with torch.no_grad():
         if isinstance(parameter, DTensor):
@@ -229,11 +202,11 @@ def _options(
 def _give(
     optimizer: Optimizer,
     groups: list[Named],
-    states: Mapping[int, FlatState],
+    states: Mapping[int, Fresh],
     options: list[dict[str, Any]],
     kept: Iterable[int],
 ) -> Optimizer:
-    filled = {number: rebuild(state) for number, state in states.items()}
+    filled = {number: state() for number, state in states.items()}
     listed = [pair for group in groups for pair in group]
     own_states = _states_here(optimizer, [listed[number][1] for number in kept])
     load_states(optimizer, groups, filled, options)

@@ -301,7 +301,7 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
 def _has(filling: Filling, path: Path, name: str) -> bool:
     """True if the tensor ``name`` of the module at ``path`` is asked for and in the checkpoint."""
     full = (*path, name)
-    return filling.is_asked(dotted(full)) and filling.find(full) is not None
+    return filling.names.match(dotted(full)) and filling.find(full) is not None
 
 
 def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
