@@ -186,8 +186,14 @@ class _Copies:
 
 
 def _copied(save: Save, background: _Background) -> _Copies:
-    placed = [each for plan in save.files for each in plan.boxes]
-    total = sum(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in placed)
+    starts: dict[PlacedBox, int] = {}
+    sources: list[tuple[int, Tensor]] = []
+    total = 0
+    for each in (box for plan in save.files for box in plan.boxes):
+        path, _ = save.merged.sources[each.tensor]
+        sources.append((total, local_view(save.leaves[path], each.box, save.ranks.here)))
+        starts[each] = total
+        total += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = background.copy
     if memory is None or not total <= memory.numel() <= 2 * total + (1 << 20):
         background.copy = memory = None
@@ -198,13 +204,5 @@ def _copied(save: Save, background: _Background) -> _Copies:
                 f"there is no memory for the copy of {total:,} bytes that async_save makes "
                 f"({error}): free memory, or call save(), which makes no copy"
             ) from error
-    starts: dict[PlacedBox, int] = {}
-    sources: list[tuple[int, Tensor]] = []
-    used = 0
-    for each in placed:
-        path, _ = save.merged.sources[each.tensor]
-        sources.append((used, local_view(save.leaves[path], each.box, save.ranks.here)))
-        starts[each] = used
-        used += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
     copy_all(sources, memory)
     return _Copies(memory, starts)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Thread
 from typing import Any
 
 import torch
@@ -181,13 +182,8 @@ def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
     if count == 1:
         _core.copy_streamed(plain)
         return
-    shares = list(_shares(plain, -(-total // count)))
-    threads = [Thread(target=_core.copy_streamed, args=(share,)) for share in shares[1:]]
-    for thread in threads:
-        thread.start()
-    _core.copy_streamed(shares[0])
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        deque(pool.map(_core.copy_streamed, _shares(plain, -(-total // count))), 0)
 
 
 def _shares(
