@@ -374,8 +374,9 @@ class Fresh:
                 filling.fill(leaf, saved, dotted(path))
             if leaf is not None:
                 self._flat.leaves[path] = leaf
+        self.has_leaves = bool(self._flat.leaves)
         #: False if everything belongs to other ranks.
-        self.found = bool(self._flat.leaves) or not self._paths
+        self.found = self.has_leaves or not self._paths
 
     def keep(self, own: FlatState) -> None:
         """Take the leaves of other ranks from this rank's state, if it has all of them."""

@@ -61,7 +61,7 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
             state = Fresh(filling, place, partial(_empty_state, parameter))
             if filling.is_of_others(place):
                 kept.append(number)
-            elif filling.paths_under(place) and state.found:
+            elif state.has_leaves:
                 states[number] = state
     for rest in filling.paths_under(root):
         if rest[len(root)] not in ("state", "param_groups"):

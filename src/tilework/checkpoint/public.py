@@ -13,30 +13,3 @@ from tilework.checkpoint.stateful_objects import RandomState, Stateful
 from tilework.checkpoint.storage import FileReader, FileWriter, Storage
 from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointManager",
-    "ConvertOptions",
-    "Difference",
-    "FileReader",
-    "FileWriter",
-    "KeptCheckpoint",
-    "LoadReport",
-    "PendingSave",
-    "PieceOf",
-    "RandomState",
-    "SaveOptions",
-    "Stateful",
-    "Storage",
-    "async_save",
-    "convert",
-    "diff",
-    "index_of",
-    "load",
-    "read",
-    "save",
-    "save_pretrained",
-    "show",
-    "verify",
-]
