@@ -17,7 +17,7 @@ from tests.rpc.joined_ranks import identity, only, together, until
 from tests.tables import each
 from tilework import rpc
 from tilework.rpc.message import NO_FILE, MessageKind, decode, encode
-from tilework.rpc.payload import Payload, load
+from tilework.rpc.payload import dump, load
 from tilework.rpc.shared_buffers import LEAST_BYTES
 from tilework.rpc.transport import MAX_FRAME_BYTES
 from tilework.testing.ranks import Kind as RankKind
@@ -43,9 +43,7 @@ LARGE = LEAST_BYTES
 
 def there_and_back(obj: Any) -> Any:
     """What a message does to ``obj``, without a network."""
-    payload = Payload(obj, _no_refs)
-    parts = [payload.data, *payload.buffers]
-    frames = encode(MessageKind.CALL, 0, 1, (), parts, NO_FILE)
+    frames = encode(MessageKind.CALL, 0, 1, (), dump(obj, _no_refs), NO_FILE)
     data, *buffers = decode([_Frame(frame) for frame in frames]).load(None)
     return load(data, buffers, ())
 
@@ -119,11 +117,10 @@ def test_dense_tensors_keep_their_strides() -> None:
 
 
 def test_only_a_views_elements_travel() -> None:
-    payload = Payload(torch.zeros(1000, 1000)[3:5], _no_refs)
-    assert [buffer.nbytes for buffer in payload.buffers] == [8000]
-    small = Payload(torch.zeros(1000, 1000)[3, :10], _no_refs)
-    assert not small.buffers
-    assert small.data.nbytes < 500
+    _, buffer = dump(torch.zeros(1000, 1000)[3:5], _no_refs)
+    assert buffer.nbytes == 8000
+    (small,) = dump(torch.zeros(1000, 1000)[3, :10], _no_refs)
+    assert small.nbytes < 500
 
 
 def test_no_history_travels() -> None:
@@ -166,8 +163,8 @@ def test_received_tensors_may_be_written(numel: int) -> None:
 
 def test_parts_longer_than_a_frame_are_cut_and_joined() -> None:
     sent = torch.arange(MAX_FRAME_BYTES // 4 + 5, dtype=torch.int32)
-    payload = Payload((sent, b"x" * (MAX_FRAME_BYTES + 3)), _no_refs)
-    frames = encode(MessageKind.CALL, 0, 1, (), [payload.data, *payload.buffers])
+    parts = dump((sent, b"x" * (MAX_FRAME_BYTES + 3)), _no_refs)
+    frames = encode(MessageKind.CALL, 0, 1, (), parts)
     assert max(len(frame) for frame in frames) == MAX_FRAME_BYTES
     got, text = there_and_back((sent, b"x" * (MAX_FRAME_BYTES + 3)))
     assert torch.equal(got, sent)

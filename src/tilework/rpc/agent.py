@@ -189,12 +189,12 @@ class Agent:
 
     def _issue(self, call: RemoteCall, job: tuple[Any, ...], new: Ref | None = None) -> int:
         to = call.to.id
-        payload, refs = self.sender.pack(job, to, new)
+        parts, refs = self.sender.pack(job, to, new)
         number, wake = self._calls.add(call)
         if wake:
             self._transport.wake()
         kind = MessageKind.INNER_CALL if call.inner else MessageKind.CALL
-        sent = self.sender.post(kind, to, number, payload, refs) and not self._closed
+        sent = self.sender.post(kind, to, number, parts, refs) and not self._closed
         if not sent and self._calls.pop(number) is not None:
             self._calls.ended(call)
             raise _closed_error(call) if self._closed else call.lost()
@@ -320,10 +320,10 @@ class Agent:
     def _answer(self, message: RpcMessage, outcome: Callable[[], Any]) -> None:
         to, number = message.sender, message.number
         try:
-            kind, (payload, refs) = MessageKind.RESULT, self.sender.pack(outcome(), to)
+            kind, (parts, refs) = MessageKind.RESULT, self.sender.pack(outcome(), to)
         except BaseException as error:
-            kind, (payload, refs) = MessageKind.ERROR, self.sender.pack(RemoteFailure.of(error), to)
-        self.sender.post(kind, to, number, payload, refs)
+            kind, (parts, refs) = MessageKind.ERROR, self.sender.pack(RemoteFailure.of(error), to)
+        self.sender.post(kind, to, number, parts, refs)
         if message.kind == MessageKind.INNER_CALL:
             self._answering.end()
 

@@ -145,10 +145,7 @@ class CreatingCall(RemoteCall):
         try:
             outcome()
         except Exception as error:
-            if isinstance(self.entry, HeldReference):
-                self.entry.error = error
-            else:
-                self.entry.fail(error)
+            self.entry.fail(error)
         else:
             if isinstance(self.entry, HeldReference):
                 self.entry.confirmed = True

@@ -96,28 +96,26 @@ def _unpickled(data: bytes | None) -> Exception | None:
 _APART_BYTES: Final = 4 << 10
 
 
-class Payload:
-    """An object as a pickle and large buffers; ``refer`` is called with each RRef in it."""
+def dump(obj: Any, refer: Callable[[RRef[Any]], None]) -> list[memoryview]:
+    """The pickle of an object, and large buffers; ``refer`` is called with each RRef in it."""
+    buffers: list[memoryview] = []
 
-    def __init__(self, obj: Any, refer: Callable[[RRef[Any]], None]) -> None:
-        self.buffers: list[memoryview] = []
-        file = io.BytesIO()
-        try:
-            _Pickler(file, self._keep, refer).dump(obj)
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-            raise TypeError(
-                f"an object cannot be sent to another rank: {error}. Functions and classes travel "
-                f"by name: define them at the top of a module that all ranks can import"
-            ) from error
-        self.data = file.getbuffer()
-
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """True if ``buffer`` is small and goes into the pickle; others are put into ``buffers``."""
+    def keep(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
         if view.nbytes < _APART_BYTES:
             return True
-        self.buffers.append(view)
+        buffers.append(view)
         return False
+
+    file = io.BytesIO()
+    try:
+        _Pickler(file, keep, refer).dump(obj)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise TypeError(
+            f"an object cannot be sent to another rank: {error}. Functions and classes travel by "
+            f"name: define them at the top of a module that all ranks can import"
+        ) from error
+    return [file.getbuffer(), *buffers]
 
 
 def load(data: memoryview, buffers: Sequence[Any], refs: Sequence[RRef[Any]]) -> Any:
@@ -221,8 +219,8 @@ class Sender:
         #: Ranks that can open this one's memory files.
         self.readers: set[int] = set()
 
-    def pack(self, obj: Any, to: int, new: Ref | None = None) -> tuple[Payload, list[Ref]]:
-        """Pickle ``obj`` for rank ``to``; return the payload, and the references in it, counted.
+    def pack(self, obj: Any, to: int, new: Ref | None = None) -> tuple[list[memoryview], list[Ref]]:
+        """Pickle ``obj`` for rank ``to``; return the parts, and the references in it, counted.
 
         ``new`` is a reference in ``obj`` to a value that ``to`` is to make, if there is any.
         """
@@ -237,16 +235,15 @@ class Sender:
                 refs.append(self.references.outgoing(rref.entry, to))
 
         try:
-            return Payload(obj, refer), refs
+            return dump(obj, refer), refs
         except BaseException:
             self.references.unsent(refs, to)
             raise
 
     def post(
-        self, kind: MessageKind, to: int, number: int, payload: Payload, refs: list[Ref]
+        self, kind: MessageKind, to: int, number: int, parts: list[memoryview], refs: list[Ref]
     ) -> bool:
         """Send a message with a body to rank ``to``; False if that rank is gone."""
-        parts = [payload.data, *payload.buffers]
         file, places = self._share(to, parts)
         sent = self._transport.send(to, encode(kind, self._rank, number, refs, parts, file, places))
         if not sent:

@@ -74,6 +74,9 @@ class HeldReference:
         #: Why there is no value, if so.
         self.error: BaseException | None = None
 
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
 
 Entry = Owned | HeldReference
 
