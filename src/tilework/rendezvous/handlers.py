@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlencode, urlsplit
 
 from tilework.errors import DistError, DistNetworkError, PeerLostError
 from tilework.rendezvous.environment import Settings, detect_environment, integer
@@ -94,18 +94,15 @@ def split_url(url: str) -> SplitResult:
 
 def query_of(url: str) -> dict[str, str]:
     """The arguments in the query of ``url``. Raises ValueError if a name comes twice."""
-    query: dict[str, str] = {}
+    text = split_url(url).query
     try:
-        pairs = parse_qsl(split_url(url).query, keep_blank_values=True, strict_parsing=True)
+        query = parse_qs(text, keep_blank_values=True, strict_parsing=bool(text))
     except ValueError:
-        if not split_url(url).query:
-            return query
         raise ValueError(f"the query of {url!r} must look like ?rank=0&world_size=2") from None
-    for name, value in pairs:
-        if name in query:
+    for name, values in query.items():
+        if len(values) > 1:
             raise ValueError(f"{url!r} gives {name} twice")
-        query[name] = value
-    return query
+    return {name: values[0] for name, values in query.items()}
 
 
 def merge(url: str, place: RankPlace) -> str:
