@@ -14,7 +14,6 @@ import torch
 from tilework.comm.per_call.internal import PretendedCall
 from tilework.errors import PretendError
 from tilework.inspect import MemoryByUse
-from tilework.plan.changes import changes_for
 from tilework.plan.cluster import Cluster
 from tilework.plan.kinds import kinds_of
 from tilework.plan.mismatches import mismatches_of
@@ -108,7 +107,7 @@ class PlannedJob:
             report, runs = self._way(how, decisions)
             branches = [self._branch(how, site, runs, decisions) for site in list(decisions.asked)]
         seconds = time.perf_counter() - begun
-        return changes_for(replace(report, branches=branches, seconds=seconds))
+        return replace(report, branches=branches, seconds=seconds).with_changes()
 
     def _way(self, how: _Program, decisions: Decisions) -> tuple[PlanReport, _Runs]:
         """The report on the way that goes on: on which no answer leads to an error."""

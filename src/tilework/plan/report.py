@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tilework.comm.per_call.internal import MeetingCost
 from tilework.inspect import Peak
@@ -199,6 +199,33 @@ class PlanReport(Shown):
         """True if memory suffices, and no rank parts from the others, on all ways."""
         others = [each.report for each in self.branches if each.report is not None]
         return self.fits and not self.mismatches and all(each.is_good for each in others)
+
+    def with_changes(self) -> PlanReport:
+        """The report, with changes if memory does not suffice: the cheapest first."""
+        if self.fits:
+            return self
+        peak = self.worst.peak.by_use()
+        share = (self.ranks - 1) / self.ranks
+        states = peak["optimizer states"]
+        shards = peak["parameters"] + peak["gradients"] + states
+        found = [
+            Change(
+                "recompute activations in backward (apply_activation_checkpointing)",
+                peak["activations"] // 2,
+                "a second forward pass",
+            ),
+            Change(
+                "shard optimizer states over all ranks (ZeroRedundancyOptimizer)",
+                int(states * share),
+                f"{2 * peak['parameters']:,} bytes a step",
+            ),
+            Change(
+                "shard parameters, gradients and states over all ranks (fully_shard)",
+                int(shards * share),
+                f"{3 * peak['parameters']:,} bytes a step",
+            ),
+        ]
+        return replace(self, changes=tuple(change for change in found if change.saved > 0))
 
     def __rich__(self) -> Page:
         head = (

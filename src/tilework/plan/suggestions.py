@@ -139,8 +139,8 @@ def suggest(
         sizes, seconds = _alone(alone, build, example, ranks)
     with pretend(ranks, hosts, memory, cluster) as job:
         judged, left_out = _judged(sizes, seconds, job)
-        found: list[ModelPlan] = []
-        near: list[ModelPlan] = []
+        found: list[tuple[ModelPlan, PlanReport]] = []
+        near: list[tuple[ModelPlan, PlanReport]] = []
         for plan in _to_pretend(judged, sizes.blocks, left_out):
             if len(found) == _MOST:
                 left_out.append((str(plan), _SLOWER))
@@ -152,12 +152,12 @@ def suggest(
                 text = str(error).partition("\n")[0]
                 left_out.append((str(plan), f"raises {type(error).__name__}: {text}"))
                 continue
-            (found if report.is_good else near).append(replace(plan, report=report))
-    for plan in near:
-        left_out.append((str(plan), _fault(plan.report)))
-    found.sort(key=lambda plan: _seconds_of(plan.report))
-    nearest = min(near, key=_peak_of, default=None) if not found else None
-    return Suggestions(tuple(found), tuple(left_out), nearest)
+            (found if report.is_good else near).append((plan, report))
+    left_out += [(str(plan), _fault(report)) for plan, report in near]
+    found.sort(key=lambda each: max(rank.time.seconds for rank in each[1].kinds))
+    near.sort(key=lambda each: each[1].worst.peak.bytes)
+    plans, others = ([replace(p, report=r) for p, r in some] for some in (found, near))
+    return Suggestions(tuple(plans), tuple(left_out), others[0] if others and not plans else None)
 
 
 def _to_pretend(
@@ -178,19 +178,9 @@ def _to_pretend(
     return chosen
 
 
-def _fault(report: PlanReport | None) -> str:
-    if report is None or report.is_good:
-        return ""
+def _fault(report: PlanReport) -> str:
     few = f"needs {bytes_text(report.worst.peak.bytes)}"
     return few if not report.fits else str(report.mismatches[0]).partition("\n")[0]
-
-
-def _seconds_of(report: PlanReport | None) -> float:
-    return 0.0 if report is None else max(each.time.seconds for each in report.kinds)
-
-
-def _peak_of(plan: ModelPlan) -> int:
-    return 0 if plan.report is None else plan.report.worst.peak.bytes
 
 
 def _combinations(ranks: int, rows: int) -> Iterator[tuple[ModelPlan, int]]:
