@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
@@ -16,6 +16,7 @@ from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_text import read_index
 from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all
+from tilework.checkpoint.name_patterns import Names
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, prepare_save, write_and_commit
@@ -79,7 +80,6 @@ def loading_names(function: _Function) -> _Function:
     return cast(_Function, load)
 
 
-Names = str | Sequence[str] | None
 _DEFAULT = SaveOptions()
 
 
@@ -201,7 +201,7 @@ def load(
     Example: see docs/how-to/checkpoints.md.
     """
     ranks = Ranks(group)
-    options = LoadOptions(_patterns(names), map_names, strict, verify)
+    options = LoadOptions(names, map_names, strict, verify)
     storage, pretence = storage_at(path), current_pretence()
     if pretence is not None and storage.location in pretence.saved:  # there is nothing to read
         return LoadReport(into)
@@ -228,7 +228,7 @@ def read(path: AnyPath | Storage, names: Names = None, *, verify: bool = True) -
     Example: see docs/how-to/checkpoints.md.
     """
     with Progress(f"reading {path}", is_shown=None if Ranks().is_first else False) as progress:
-        return read_all(storage_at(path), _patterns(names), verify, progress)
+        return read_all(storage_at(path), names, verify, progress)
 
 
 @checkpoint_errors()
@@ -241,9 +241,3 @@ def index_of(path: AnyPath | Storage) -> Index:
     Example: ``index_of(folder).tensors["weight"].shape``.
     """
     return read_index(storage_at(path))
-
-
-def _patterns(names: Names) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    return (names,) if isinstance(names, str) else tuple(names)

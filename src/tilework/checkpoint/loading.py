@@ -30,7 +30,7 @@ from tilework.checkpoint.host_load import (
 )
 from tilework.checkpoint.index_text import names_of, read_index, saved_state
 from tilework.checkpoint.load_planning import Wanted, plan_load
-from tilework.checkpoint.name_patterns import NamePatterns
+from tilework.checkpoint.name_patterns import NamePatterns, Names
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import open_index
 from tilework.checkpoint.ranks import Ranks
@@ -107,9 +107,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return empty
 
 
-def read_all(
-    storage: Storage, names: Sequence[str] | None, verify: bool, progress: Progress
-) -> Any:
+def read_all(storage: Storage, names: Names, verify: bool, progress: Progress) -> Any:
     """Read a checkpoint's state, or the names that match, into plain containers. Local."""
     index = read_index(storage)
     flat = saved_state(index, storage)
@@ -152,7 +150,7 @@ def read_all(
 class LoadOptions:
     """Settings of a load, as for :func:`~tilework.checkpoint.load`."""
 
-    names: Sequence[str] | None = None
+    names: Names = None
     map_names: MapNames = None
     strict: bool = True
     verify: bool = True

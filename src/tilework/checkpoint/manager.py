@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from operator import index as whole_number
 from typing import Any
 
-from tilework.checkpoint.api import Names, async_save, load, save
+from tilework.checkpoint.api import async_save, load, save
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_text import is_ours
 from tilework.checkpoint.loading import LoadReport
+from tilework.checkpoint.name_patterns import Names
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import FOLDER, KeptCheckpoint, kept_in, run_page

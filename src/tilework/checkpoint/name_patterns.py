@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final, NoReturn
@@ -10,12 +10,14 @@ from typing import Final, NoReturn
 from tilework.errors import CheckpointError
 
 _LISTED: Final = 5
+#: Patterns that choose names; None: all names.
+Names = str | Sequence[str] | None
 
 
 class NamePatterns:
     """Selects the names that match at least one pattern, as in a shell; None: all names."""
 
-    def __init__(self, patterns: str | Sequence[str] | None) -> None:
+    def __init__(self, patterns: Names) -> None:
         if isinstance(patterns, str):
             patterns = [patterns]
         self._patterns = None if patterns is None else list(patterns)
@@ -37,10 +39,8 @@ class NamePatterns:
     def idle(self) -> list[str]:
         return [pattern for pattern in self._patterns or () if pattern in self._idle]
 
-    def check(self, names: Iterable[str] = ()) -> None:
-        """Raise if a pattern matches none of these names and of those that were asked before."""
-        for name in names:
-            self.match(name)
+    def check(self) -> None:
+        """Raise if a pattern matches none of the names that were asked for."""
         if idle := self.idle():
             self.refuse(idle[0])
 
