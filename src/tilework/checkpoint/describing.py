@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -28,17 +28,16 @@ from tilework.tiled import TiledTensor
 Facts = tuple[Any, ...]
 
 
-@dataclass
-class Description:
+class Description(NamedTuple):
     """The description of one rank's state, for the other ranks.
 
     ``contents`` has, by path, the CRC-32s of this rank's tiles that have elements; only for tensors
     that some of the ranks do not hold.
     """
 
-    leaves: dict[Path, Facts] = field(default_factory=dict)
-    containers: dict[Path, str] = field(default_factory=dict)
-    contents: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    leaves: dict[Path, Facts]
+    containers: dict[Path, str]
+    contents: dict[Path, tuple[int, ...]]
 
 
 @dataclass
@@ -73,7 +72,7 @@ def settle(flat: FlatState) -> None:
 
 def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
     """This rank's description. Local. A single rank compares no contents."""
-    description = Description(containers=dict(flat.containers))
+    description = Description({}, dict(flat.containers), {})
     seen: dict[Any, Path] = {}
     for path, leaf in flat.leaves.items():
         description.leaves[path] = _facts(path, leaf, seen, len(ranks) == 1)
@@ -161,7 +160,9 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
         description = descriptions[numbers[0]]
         _merge_containers(containers, description.containers, ranks[numbers[0]])
         for path, facts in description.leaves.items():
-            by_path.setdefault(path, {}).setdefault(_hashable(facts), []).extend(numbers)
+            # A value may hold lists and dicts.
+            key = ("value", repr(facts[1])) if facts[0] == "value" else facts
+            by_path.setdefault(path, {}).setdefault(key, []).extend(numbers)
     for path, variants in by_path.items():
         if path in containers:
             raise ValueError(
@@ -194,7 +195,7 @@ def _empty_as_values(descriptions: Sequence[Description]) -> list[Description]:
         }
         if empty:
             containers = {path: kind for path, kind in each.containers.items() if path not in empty}
-            distinct[key] = replace(each, leaves=each.leaves | empty, containers=containers)
+            distinct[key] = each._replace(leaves=each.leaves | empty, containers=containers)
     return [distinct[id(each)] for each in descriptions]
 
 
@@ -260,11 +261,6 @@ class _Merger:
         if not suffix:
             self._name_of[path] = name
         return NamedTensor(name)
-
-
-def _hashable(facts: Facts) -> Facts:
-    # A value may hold lists and dicts.
-    return ("value", repr(facts[1])) if facts[0] == "value" else facts
 
 
 def _merge_containers(merged: dict[Path, str], own: Mapping[Path, str], rank: int) -> None:

@@ -151,7 +151,7 @@ def _pictures(tensors: Sequence[SavedTensor], most: int) -> Iterator[str | Style
     for alike in list(layouts.values())[:most]:
         first = alike[0]
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        writers = [_writer(part.file) for part in first.parts]
+        writers = [m[1] if (m := _RANK.search(part.file)) else "?" for part in first.parts]
         yield ""
         yield f"{first.name}{more}: {list(first.shape)}", "bold"
         if first.layout:
@@ -162,11 +162,6 @@ def _pictures(tensors: Sequence[SavedTensor], most: int) -> Iterator[str | Style
     if len(layouts) > most:
         yield ""
         yield f"… and {len(layouts) - most} more layouts: name tensors to see theirs"
-
-
-def _writer(file: str) -> str:
-    match = _RANK.search(file)
-    return match[1] if match else "?"
 
 
 #: The name of the index file: a folder with an index is a checkpoint.

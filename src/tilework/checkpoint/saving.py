@@ -117,7 +117,7 @@ def prepare_save(
             flats.append(flatten(state, Containers(state)))
             # Partial tensors must be reduced first.
             some_partial = any(map(is_partial, flats[0].leaves.values()))
-            described = None if some_partial else _as_plain(describe(flats[0], ranks.all))
+            described = None if some_partial else tuple(describe(flats[0], ranks.all))
             if ranks.is_first:
                 check_meta(options.meta)
                 lock.callback(_locked(storage))
@@ -127,7 +127,7 @@ def prepare_save(
         descriptions = ranks.gather(describe_own)
         if any(described is None for described in descriptions):
             settle(flats[0])
-            descriptions = ranks.gather(lambda: _as_plain(describe(flats[0], ranks.all)))
+            descriptions = ranks.gather(lambda: tuple(describe(flats[0], ranks.all)))
         # Separately: the facts above are mostly the same on all ranks, and are not sent.
         token = secrets.token_hex(4) if ranks.is_first else ""
         token, file_bytes = ranks.gather(lambda: (token, options.file_bytes))[0]
@@ -139,10 +139,6 @@ def prepare_save(
         files = plan_files(merged.tensors, written[ranks.here], prefix, options.file_bytes)
         release = lock.pop_all().close
     return Save(storage, ranks, options, merged, flats[0].leaves, files, release)
-
-
-def _as_plain(description: Description) -> Any:
-    return description.leaves, description.containers, description.contents
 
 
 def _locked(storage: Storage) -> Callable[[], None]:
