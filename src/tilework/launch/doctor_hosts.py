@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import secrets
 import socket
 import statistics
 import sys
@@ -25,9 +24,9 @@ import torch
 import tilework.distributed as dist
 from tilework.comm.backends.machine import reachable_address
 from tilework.errors import DistError, DistNetworkError, DistStoreError
-from tilework.framed import Door, knock, token_for
+from tilework.framed import Door, knock
 from tilework.launch.doctor import ReportLine, failed, seconds_for, show_report
-from tilework.launch.nodes import secret_bytes, version
+from tilework.launch.nodes import door_at, open_door, secret_bytes, version
 from tilework.store import PrefixStore, Store, StoreServer, TCPStore
 
 if sys.platform == "linux":
@@ -184,24 +183,20 @@ def _interface_of(address: str) -> str:
 def _measure_all(store: Store, me: int, facts: Sequence[Facts]) -> list[LinkFigures]:
     """Measure the links between all hosts, each host with a single other at a time."""
     size = len(facts)
-    nonce = secrets.token_bytes(16)
-    family = socket.AF_INET6 if ":" in facts[me]["address"] else socket.AF_INET
-    with socket.create_server((facts[me]["address"], 0), family=family) as listener:
-        where = {"port": listener.getsockname()[1], "nonce": nonce.hex()}
-        store.set(f"listens/{me}", json.dumps(where))
-        ended = threading.Event()
-        others = set(range(size)) - {me}
-        with ThreadPoolExecutor(1) as pool:
-            token = token_for(nonce, store.secret)
-            pool.submit(_answer_others, listener, token, others, ended)
-            for turn, pairs in enumerate(rounds_of(size)):
-                for source, target in (*pairs, *((b, a) for a, b in pairs)):
-                    if source == me:
-                        link = _measure(store, facts, me, target)
-                        store.set(f"link/{me}/{target}", json.dumps(vars(link)))
-                store.set(f"turn/{turn}/{me}", "")
-                store.wait([f"turn/{turn}/{each}" for each in range(size)])
-            ended.set()
+    others = set(range(size)) - {me}
+    ended = threading.Event()
+    with contextlib.ExitStack() as stack:
+        address = facts[me]["address"]
+        door, _ = stack.enter_context(open_door(store, f"listens/{me}", address, others))
+        stack.enter_context(ThreadPoolExecutor(1)).submit(_answer_others, door, ended)
+        stack.callback(ended.set)  # also if a host is lost
+        for turn, pairs in enumerate(rounds_of(size)):
+            for source, target in (*pairs, *((b, a) for a, b in pairs)):
+                if source == me:
+                    link = _measure(store, facts, me, target)
+                    store.set(f"link/{me}/{target}", json.dumps(vars(link)))
+            store.set(f"turn/{turn}/{me}", "")
+            store.wait([f"turn/{turn}/{each}" for each in range(size)])
     keys = [f"link/{a}/{b}" for a in range(size) for b in range(size) if a != b]
     return [LinkFigures(**json.loads(store.get(key))) for key in keys]
 
@@ -222,15 +217,15 @@ def rounds_of(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _measure(store: Store, facts: Sequence[Facts], me: int, target: int) -> LinkFigures:
-    where = json.loads(store.get(f"listens/{target}"))
+    port, token = door_at(store, f"listens/{target}")
     try:
-        line = socket.create_connection((facts[target]["address"], where["port"]), _CONNECT_SECONDS)
+        line = socket.create_connection((facts[target]["address"], port), _CONNECT_SECONDS)
     except OSError as error:
         return LinkFigures(me, target, str(error.strerror or error))
     with line:
         try:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            knock(line, token_for(bytes.fromhex(where["nonce"]), store.secret), me)
+            knock(line, token, me)
             trips = [_round_trip(line) for _ in range(_TRIPS)]
             begun, sent = time.monotonic(), 0
             while time.monotonic() - begun < _SEND_SECONDS:
@@ -254,21 +249,18 @@ def _round_trip(line: socket.socket) -> tuple[float, float]:
     return took, theirs - (sent + took / 2)
 
 
-def _answer_others(
-    listener: socket.socket, token: bytes, others: set[int], ended: threading.Event
-) -> None:
-    with contextlib.closing(Door(listener, token, others)) as door:
-        while not ended.is_set():
-            for line in door.admit(0.1).values():
-                with line, contextlib.suppress(OSError):
-                    line.settimeout(_CONNECT_SECONDS)
-                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    for _ in range(_TRIPS):
-                        line.recv(1)
-                        line.sendall(f"{time.time():<32.9f}".encode())
-                    while line.recv(len(_BLOCK)):
-                        pass
-                    line.sendall(b".")
+def _answer_others(door: Door, ended: threading.Event) -> None:
+    while not ended.is_set():
+        for line in door.admit(0.1).values():
+            with line, contextlib.suppress(OSError):
+                line.settimeout(_CONNECT_SECONDS)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for _ in range(_TRIPS):
+                    line.recv(1)
+                    line.sendall(f"{time.time():<32.9f}".encode())
+                while line.recv(len(_BLOCK)):
+                    pass
+                line.sendall(b".")
 
 
 # -- verdicts -------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from tilework.launch import linux, orphans
 from tilework.launch.binding import CpuSets, on_cpus
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.failure_report import RankFailure
-from tilework.launch.nodes import NodePlace, Nodes
+from tilework.launch.nodes import NodePlace, Nodes, free_port
 from tilework.launch.notebook import CellOutput
 from tilework.launch.orphans import Guardian
 from tilework.launch.output import Output, RankEnds
@@ -250,7 +249,7 @@ class Job:
         secret = secrets.token_bytes(_SECRET_BYTES)
         master = None
         if self._settings.master_port is not None:
-            master = "127.0.0.1", self._settings.master_port or _free_port()
+            master = "127.0.0.1", self._settings.master_port or free_port("127.0.0.1")
         if sys.platform == "linux":
             address = f"@tilework-{secrets.token_hex(8)}"
         else:
@@ -374,11 +373,3 @@ class Job:
             )
             linux.adopt_orphans(False)
             self._adopting = False
-
-
-def _free_port() -> int:
-    """A TCP port that is free now; not held, because rank 0 will bind it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -294,7 +294,7 @@ class _Meeting:
         if self._me == 0:
             self._listen(store, link, table)
         else:
-            self._connect(store, link)
+            link.add(0, call(store, self._host, self._me, "node 0"))
         master = (self._host, table["master"]) if table["master"] else None
         url = TcpAddress(self._host, self._port).url
         return Nodes(place, url, self._secret, master, link, server)
@@ -338,7 +338,7 @@ class _Meeting:
         return {
             "ranks": [word["ranks"] for word in words],
             "hosts": [word["host"] for word in words],
-            "master": (self._settings.master_port or _free_port(self._host)) if wants_master else 0,
+            "master": (self._settings.master_port or free_port(self._host)) if wants_master else 0,
         }
 
     def _refuse(self, store: Store, error: str, nodes: int) -> None:
@@ -364,27 +364,18 @@ class _Meeting:
 
     def _listen(self, store: Store, link: NodeLink, table: dict[str, Any]) -> None:
         """On node 0: publish ``table``, and accept the connections of all other launchers."""
-        family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server((self._host, 0), family=family) as listener:
-            nonce = secrets.token_bytes(16)
-            port = listener.getsockname()[1]
-            store.set("link", json.dumps({"port": port, "nonce": nonce.hex()}))
+        with open_door(store, "link", self._host, range(1, len(table["ranks"]))) as (door, port):
             store.set("table", json.dumps(table))
             deadline = time.monotonic() + _ANSWER_SECONDS
-            token = token_for(nonce, store.secret)
-            with contextlib.closing(Door(listener, token, range(1, len(table["ranks"])))) as door:
-                while door.awaited and time.monotonic() < deadline:
-                    for node, peer in door.admit(1.0).items():
-                        link.add(node, peer)
-            if door.awaited:
-                raise NodesError(
-                    f"{_named(sorted(door.awaited))} came to the store of node 0, but did not "
-                    f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports between "
-                    f"the hosts must be open, and the launchers there must still run"
-                )
-
-    def _connect(self, store: Store, link: NodeLink) -> None:
-        link.add(0, call(store, self._host, self._me, "node 0"))
+            while door.awaited and time.monotonic() < deadline:
+                for node, peer in door.admit(1.0).items():
+                    link.add(node, peer)
+        if door.awaited:
+            raise NodesError(
+                f"{_named(sorted(door.awaited))} came to the store of node 0, but did not connect "
+                f"to its port {port} within {_ANSWER_SECONDS:g} s. The ports between the hosts "
+                f"must be open, and the launchers there must still run"
+            )
 
     def _wait_until(self, condition: Any, waits: Any) -> None:
         word_at, gap = time.monotonic() + _FIRST_WORD_SECONDS, _FIRST_WORD_SECONDS
@@ -417,18 +408,38 @@ def version() -> str:
         return "unknown"
 
 
+@contextlib.contextmanager
+def open_door(
+    store: Store, key: str, host: str, callers: Iterable[int]
+) -> Iterator[tuple[Door, int]]:
+    """A door for callers at ``host``, and the port; ``key`` in ``store`` says how to knock."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    nonce = secrets.token_bytes(16)
+    with socket.create_server((host, 0), family=family) as listener:
+        port: int = listener.getsockname()[1]
+        with contextlib.closing(Door(listener, token_for(nonce, store.secret), callers)) as door:
+            store.set(key, json.dumps({"port": port, "nonce": nonce.hex()}))
+            yield door, port
+
+
 def call(store: Store, host: str, number: int, whom: str) -> socket.socket:
-    """A connection to the door whose port and nonce ``store`` has, as the caller ``number``."""
-    where = json.loads(store.get("link"))
+    """A connection to the door at "link" in ``store``, as the caller ``number``."""
+    port, token = door_at(store, "link")
     try:
-        peer = socket.create_connection((host, where["port"]), _ANSWER_SECONDS)
-        knock(peer, token_for(bytes.fromhex(where["nonce"]), store.secret), number)
+        peer = socket.create_connection((host, port), _ANSWER_SECONDS)
+        knock(peer, token, number)
     except OSError as error:
         raise DistNetworkError(
-            f"cannot connect to {whom} at {host}:{where['port']}: {error.strerror or error}. The "
-            f"ports between the hosts must be open"
+            f"cannot connect to {whom} at {host}:{port}: {error.strerror or error}. The ports "
+            f"between the hosts must be open"
         ) from error
     return peer
+
+
+def door_at(store: Store, key: str) -> tuple[int, bytes]:
+    """The port of the door that :func:`open_door` has opened, and the token to knock with."""
+    where = json.loads(store.get(key))
+    return where["port"], token_for(bytes.fromhex(where["nonce"]), store.secret)
 
 
 def answers(host: str, port: int) -> bool:
@@ -445,7 +456,8 @@ def _named(nodes: list[int]) -> str:
     return f"node{'s' if len(nodes) != 1 else ''} {numbers}"
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A TCP port of ``host`` that is free now; not held, because rank 0 will bind it."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family) as probe:
         port: int = probe.getsockname()[1]

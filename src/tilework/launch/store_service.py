@@ -8,18 +8,23 @@ port, and is a new store for each beginning of a job.
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
 import select
-import socket
 import sys
 import time
 from datetime import timedelta
 from typing import Any, Final
 
 from tilework.errors import DistError
-from tilework.framed import Door, token_for
-from tilework.launch.nodes import AGAIN, FINISHED, JOINED, LOST, Message, NodeLink, secret_bytes
+from tilework.launch.nodes import (
+    AGAIN,
+    FINISHED,
+    JOINED,
+    LOST,
+    Message,
+    NodeLink,
+    open_door,
+    secret_bytes,
+)
 from tilework.launch.seating import Seating, Seats
 from tilework.rendezvous.internal import EndedRanks
 from tilework.store import PrefixStore, StoreServer, TCPStore
@@ -71,13 +76,8 @@ class _Service(NodeLink):
         with contextlib.ExitStack() as stack:
             stack.push(self._of_ranks)
             client = self._serve_at(port, stack)
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = stack.enter_context(socket.create_server((host, 0), family=family))
-            nonce = secrets.token_bytes(16)
-            door = Door(listener, token_for(nonce, secret), range(1, _CALLERS_AHEAD))
-            self._door = stack.enter_context(contextlib.closing(door))
-            where = {"port": listener.getsockname()[1], "nonce": nonce.hex()}
-            PrefixStore(PREFIX, client).set("link", json.dumps(where))
+            door = open_door(PrefixStore(PREFIX, client), "link", host, range(1, _CALLERS_AHEAD))
+            self._door, _ = stack.enter_context(door)
             self._stack = stack.pop_all()
         self._seating: Seating | None = None
         #: What the first launcher said, with which others must agree.
