@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tilework.rendezvous.internal import status_of
+
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -35,9 +37,9 @@ def adopt_orphans(on: bool = True) -> bool:
 
 def child_pids() -> list[int]:
     """Process ids of this process's children, zombies included; empty elsewhere."""
-    me = str(os.getpid())
-    names = filter(str.isdigit, os.listdir("/proc")) if os.path.isdir("/proc") else ()
-    return [int(name) for name in names if _state(name)[1:2] == [me]]
+    me, names = os.getpid(), os.listdir("/proc") if os.path.isdir("/proc") else ()
+    statuses = {pid: status_of(pid) for pid in map(int, filter(str.isdigit, names))}
+    return [pid for pid, status in statuses.items() if status is not None and status.parent == me]
 
 
 def catches(pid: int, number: int) -> bool:
@@ -52,25 +54,14 @@ def catches(pid: int, number: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """True if a process was stopped by a signal; a debugger's stop does not count."""
-    return _state(pid)[:1] == ["T"]
+    status = status_of(pid)
+    return status is not None and status.state == "T"
 
 
 def command_of(pid: int) -> str:
     """The name of a process for a message; empty where unknown."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _state(pid: int | str) -> list[str]:
-    """The letter of a process's state, the parent's id, and more; empty if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return []
-    # The command is in parentheses and may contain some: "12 (a) b) S 1 …".
-    return text.rpartition(")")[2].split()
+    status = status_of(pid)
+    return "" if status is None else status.name
 
 
 def _prctl(option: int, argument: int) -> bool:

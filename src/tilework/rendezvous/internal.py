@@ -13,6 +13,7 @@ from tilework.rendezvous.liveness import (
     EndedRanks,
     has_ended,
     process_identity,
+    status_of,
     thread_identity,
 )
 from tilework.rendezvous.siblings import MultiprocessingChildren, Siblings

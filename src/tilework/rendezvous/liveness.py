@@ -168,10 +168,15 @@ class Status(NamedTuple):
     name: str
     #: The time at which the process started, in the system's clock ticks since boot.
     start_time: int
-    #: False where it has ended, and the parent has not asked how.
-    is_alive: bool
+    #: The letter of the state: T for a process that was stopped, but not by a debugger.
+    state: str
     #: The number of the parent process.
     parent: int
+
+    @property
+    def is_alive(self) -> bool:
+        """False where it has ended, and the parent has not asked how."""
+        return self.state not in ("Z", "X")
 
 
 def status_of(pid: int) -> Status | None:
@@ -180,11 +185,9 @@ def status_of(pid: int) -> Status | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    start, _, rest = text.rpartition(")")
+    start, _, rest = text.rpartition(")")  # the name may have parentheses
     fields = rest.split()
-    return Status(
-        start.partition("(")[2], int(fields[19]), fields[0] not in ("Z", "X"), int(fields[1])
-    )
+    return Status(start.partition("(")[2], int(fields[19]), fields[0], int(fields[1]))
 
 
 def process_of(identity: str) -> tuple[int, int] | None:
