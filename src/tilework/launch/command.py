@@ -307,12 +307,8 @@ def _ranks(text: str) -> int:
     return _number(text, "the number of ranks", 1)
 
 
-def _count(text: str) -> int:
-    return _number(text, "the number of restarts", 0)
-
-
-def _nodes(text: str) -> int:
-    return _number(text, "the number of nodes", 1)
+_count = partial(_number, what="the number of restarts", least=0)
+_nodes = partial(_number, what="the number of nodes", least=1)
 
 
 def _nodes_or_range(text: str) -> tuple[int, tuple[int, int] | None]:
@@ -439,9 +435,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # Imported late, as it loads torch.
     module = importlib.import_module("tilework.launch.planning")
     names = ("ranks", "hosts", "memory", "cluster", "everyone")
-    settings = module.PlanSettings(**{name: getattr(options, name) for name in names})
     try:
-        status: int = module.plan_program(settings, program)
+        status: int = module.plan_program(program, *(getattr(options, name) for name in names))
     except ValueError as error:
         parser.error(str(error))
     return status
@@ -476,15 +471,14 @@ _DESCRIBE_HELP = "measure a rank's arithmetic, and write FILE for tilework plan 
 def _doctor(options: argparse.Namespace) -> int:
     # Imported late, as they load torch: help and wrong use should not wait for that.
     status: int
+    module = importlib.import_module("tilework.launch.doctor")
     if options.rdzv is not None:
         hosts = importlib.import_module("tilework.launch.doctor_hosts")
         try:
             status = hosts.doctor_of_hosts(*options.rdzv, options.nnodes)
         except NodesError as error:
             options.parser.error(str(error))
-        return status
-    module = importlib.import_module("tilework.launch.doctor")
-    if options.describe is not None:
+    elif options.describe is not None:
         status = module.describe(options.describe)
     else:
         status = module.calibrate() if options.calibrate else module.doctor()
@@ -535,16 +529,14 @@ def _add_trace(commands: _Commands) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the traces are")
     parser.add_argument("-o", dest="output", metavar="FILE", type=Path, help=_TRACE_OUTPUT_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
-    parser.set_defaults(
-        parser=parser, command=lambda options: _trace(options.folder, options.output, options.json)
-    )
+    parser.set_defaults(parser=parser, command=_trace)
 
 
 _TRACE_OUTPUT_HELP = "write FILE.json for Perfetto, and FILE.html, a page; FILE.html: only the page"
 
 
-def _trace(folder: Path, output: Path | None, as_json: bool) -> int:
+def _trace(options: argparse.Namespace) -> int:
     # Imported late, as it loads torch.
     module = importlib.import_module("tilework.inspect.command")
-    status: int = module.show_trace(folder, output, as_json)
+    status: int = module.show_trace(options.folder, options.output, options.json)
     return status

@@ -155,15 +155,11 @@ def _why_not_read() -> str:
 
 def _how_it_reads(rank: int) -> tuple[str, dict[str, tuple[int, int]]]:
     """On each of two ranks: if it reads the other's memory, and from and to which sizes."""
-    core = _core_group()
+    group: Any = dist.get_default_group()
+    core = group.engine.group
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
     return core.single_copy(), read_ranges(core.tunables())
-
-
-def _core_group() -> Any:
-    group: Any = dist.get_default_group()
-    return group.engine.group
 
 
 def _calibration() -> ReportLine:

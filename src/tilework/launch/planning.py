@@ -7,7 +7,6 @@ import io
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from tilework.errors import PretendError
@@ -16,26 +15,23 @@ from tilework.launch.program import Program
 from tilework.plan import Cluster, pretend
 
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """The options of ``tilework plan``; ``everyone``: run each rank, not each kind."""
-
-    ranks: int
-    hosts: int = 1
-    memory: str | None = None
-    cluster: Path | None = None
-    everyone: bool = False
-
-
-def plan_program(settings: PlanSettings, program: Program) -> int:
+def plan_program(
+    program: Program,
+    ranks: int,
+    hosts: int,
+    memory: str | None,
+    cluster: Path | None,
+    everyone: bool,
+) -> int:
     """Print the report on a program; return 0, or 1 if a rank parts, fails or lacks memory.
 
-    Raises ValueError if the settings contradict each other, or a file is no cluster.
+    ``everyone``: run each rank, not each kind. Raises ValueError if the settings contradict each
+    other, or a file is no cluster.
     """
-    cluster = Cluster() if settings.cluster is None else Cluster.read(settings.cluster)
-    with pretend(settings.ranks, settings.hosts, settings.memory, cluster) as job:
+    machines = None if cluster is None else Cluster.read(cluster)
+    with pretend(ranks, hosts, memory, machines) as job:
         try:
-            report = job.run(_run, program, everyone=settings.everyone, is_script=True)
+            report = job.run(_run, program, everyone=everyone, is_script=True)
         except PretendError as error:
             print(f"tilework plan: {error}", file=sys.stderr)
             return 1

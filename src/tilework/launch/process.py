@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 from tilework.launch import rank as inside
 from tilework.launch.failure_report import MAX_TRACEBACK_CHARS, FailureReport, decode
@@ -33,10 +33,6 @@ class Ending:
     """``time.monotonic()`` when the launcher noticed."""
     code: int
     """Exit code, or minus the signal's number."""
-
-    @property
-    def signal(self) -> int | None:
-        return -self.code if self.code < 0 else None
 
 
 @dataclass(eq=False)
@@ -188,23 +184,8 @@ class Standard:
         return [(fd, target) for target, fd in enumerate(sources) if fd is not None]
 
 
-class Starter(Protocol):
-    """Starts ranks of one program; close it when all have been started."""
-
-    def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
-        """Start ``plan.rank``; return its process id.
-
-        A forked child calls ``drop``, which closes the launcher's descriptors.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the resources for starting. Idempotent."""
-        ...
-
-
 class ForkStarter:
-    """Starts ranks by forking this process.
+    """Starts ranks by forking this process; close it when all have been started.
 
     With ``whole_process`` the program replaces this process's own (``tilework run``): the process's
     exit handlers, also those of libraries imported before the fork, then belong to the rank. A
@@ -218,6 +199,10 @@ class ForkStarter:
         self._heap.enter_context(inside.frozen_heap())
 
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
+        """Start ``plan.rank``; return the process id.
+
+        The child calls ``drop``, which closes the launcher's descriptors.
+        """
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # there may be no such stream
                 stream.flush()  # or the child would write it a second time
@@ -291,6 +276,9 @@ class FreshStarter:
 
     def close(self) -> None:
         self._file.close()
+
+
+Starter = ForkStarter | FreshStarter
 
 
 def has_terminal() -> bool:
