@@ -332,11 +332,8 @@ def bytes_of(what: What | str) -> int:
         sizes = [int(size) for size in found[2].split(",") if size.strip()]
         what = ("", found[1], [sizes], [], None, None)
     _, dtype, inputs, outputs, _, _ = what
-    return _item_bytes(str(dtype)) * max(map(_elements, (inputs, outputs)))
-
-
-def _elements(shapes: Any) -> int:
-    return sum(math.prod(shape) for shape in shapes)
+    elements = (sum(map(math.prod, shapes)) for shapes in (inputs, outputs))
+    return _item_bytes(str(dtype)) * max(elements)
 
 
 def _item_bytes(dtype: str) -> int:

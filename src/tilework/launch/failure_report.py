@@ -48,7 +48,7 @@ def hint(error: BaseException) -> str:
 
 
 def _torch_has_no_group(text: str, frames: Sequence[FrameType]) -> str:
-    if not _NO_GROUP.search(text) or not _has_group():
+    if not _NO_GROUP.search(text) or _world() is None or _world().default_group is None:
         return ""
     theirs, ours = _modules(frames)
     return (
@@ -67,10 +67,6 @@ def _modules(frames: Sequence[FrameType]) -> tuple[str, str]:
         if not MODULES.get(module, "tilework.distributed").startswith("tilework.distributed"):
             return module, MODULES[module]
     return "torch.distributed", "tilework.distributed"
-
-
-def _has_group() -> bool:
-    return _world() is not None and _world().default_group is not None
 
 
 def _world() -> Any:
@@ -97,7 +93,8 @@ def _heads_do_not_divide(text: str, frames: Sequence[FrameType]) -> str:
     for features, parts, name in _sharded_layers(frames):
         if width > 0 and features % width == 0 and features // width % parts:
             heads = features // width
-            sizes = ", ".join(str(width * n) for n in _shares(heads, parts))
+            shares = [heads // parts + (part < heads % parts) for part in range(parts)]
+            sizes = ", ".join(str(width * share) for share in shares)
             return (
                 f"{name} has {heads} heads of {width} features, which {parts} ranks cannot share "
                 f"evenly: use a number of ranks that divides {heads}, or whole heads for each "
@@ -105,10 +102,6 @@ def _heads_do_not_divide(text: str, frames: Sequence[FrameType]) -> str:
                 f"sizes for the input_layouts of the layer after it"
             )
     return ""
-
-
-def _shares(heads: int, parts: int) -> list[int]:
-    return [heads // parts + (part < heads % parts) for part in range(parts)]
 
 
 def _sharded_layers(frames: Sequence[FrameType]) -> Iterator[tuple[int, int, str]]:
@@ -184,12 +177,12 @@ class FailureReport:
 def describe(error: BaseException, exit_code: int) -> FailureReport:
     """The report of ``error``; SystemExit and KeyboardInterrupt give no summary or traceback."""
     quiet = isinstance(error, SystemExit | KeyboardInterrupt)
-    text = "" if quiet else _format(error)
+    trace = [] if quiet else traceback.format_exception(type(error), error, _program_frames(error))
     return FailureReport(
         time=time.monotonic(),
         classes=tuple(sorted(_class_names(error))),
         summary="" if quiet else summary(error),
-        traceback=text[-MAX_TRACEBACK_CHARS:],
+        traceback="".join(trace)[-MAX_TRACEBACK_CHARS:],
         exit_code=exit_code,
         site="" if quiet else _site(error),
         hint="" if quiet else hint(error),
@@ -253,10 +246,6 @@ def _near(file: str) -> str:
     with contextlib.suppress(OSError):
         return file.removeprefix(os.path.join(os.getcwd(), ""))
     return file
-
-
-def _format(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, _program_frames(error)))
 
 
 def _program_frames(error: BaseException) -> TracebackType | None:

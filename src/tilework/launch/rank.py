@@ -121,7 +121,9 @@ def run_program_of_rank(program: Program, plan: RankPlan) -> int:
     try:
         with _traced():
             if WATCH_VARIABLE in os.environ:
-                _count_steps()
+                from tilework.inspect import count_steps
+
+                count_steps()
             program.run(plan.rank)
     except BaseException as error:
         code = _exit_code(error)
@@ -146,12 +148,6 @@ def _traced() -> contextlib.AbstractContextManager[object]:
     from tilework.inspect import trace
 
     return trace(folder)
-
-
-def _count_steps() -> None:
-    from tilework.inspect import count_steps
-
-    count_steps()
 
 
 def end(code: int) -> NoReturn:

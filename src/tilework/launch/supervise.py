@@ -174,11 +174,13 @@ class Supervisor:
         poll = select.poll()
         for fd in callbacks:
             poll.register(fd, select.POLLIN)
-        for fd in (writers := self._writers()):
+        screens = self._screens()
+        writers = {s.output.fileno(): s.output.pump for s in screens if s.output.pending_bytes}
+        for fd in writers:
             poll.register(fd, select.POLLOUT)
         for fd, _ in poll.poll(self._poll_timeout(deadline)):
             (writers.get(fd) or callbacks[fd])()
-        for screen in self._screens():
+        for screen in screens:
             screen.write_due()
         for rank in self.ranks:
             if rank.end_fd is None:
@@ -207,10 +209,6 @@ class Supervisor:
         if self.around.link is not None:
             callbacks.update(self.around.link.readers())
         return callbacks
-
-    def _writers(self) -> dict[int, Callable[[], object]]:
-        screens = self._screens()
-        return {s.output.fileno(): s.output.pump for s in screens if s.output.pending_bytes}
 
     def _screens(self) -> Sequence[Screen]:
         return self.around.output.screens if self.around.output is not None else ()

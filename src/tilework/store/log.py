@@ -261,12 +261,9 @@ class Log:
             self._append(Code.LEAVE, [left])
             self._apply(WireMessage(Code.LEAVE, [left]))
             last = self._finished == self.opened and self._finished >= self._world_size
-            if self._world_size > 0 and last and self._is_ours():
+            is_ours = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+            if self._world_size > 0 and last and is_ours:
                 os.unlink(self.path)
-
-    def _is_ours(self) -> bool:
-        at_path, opened = os.stat(self.path), os.fstat(self._fd)
-        return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)
 
     def _drop_fd(self) -> None:
         fd, self._fd = self._fd, -1

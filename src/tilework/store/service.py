@@ -124,10 +124,7 @@ class Service:
         if error.errno not in _OUT_OF_DESCRIPTORS:
             _log.error("the store server at %s cannot accept: %s", self._where, error)
         self.loop.remove_reader(self._listener.fileno())
-        self.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._accept_again)
-
-    def _accept_again(self) -> None:
-        self.loop.add_reader(self._listener.fileno(), self._accept)
+        self.loop.call_later(_ACCEPT_PAUSE_SECONDS, self.open)
 
 
 def _descriptor_limit() -> int:

@@ -43,8 +43,9 @@ class Table:
         if self.values.get(key) != value:
             self.changes += 1
             self.values[key] = value
-        if key in self._parked:
-            self._wake(key)
+        for waiter in self._parked.pop(key, ()):
+            if not self._seat(waiter):
+                waiter.ready()
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to the integer at ``key``; see :meth:`Store.add`."""
@@ -112,11 +113,6 @@ class Table:
         seats.pop(waiter, None)
         if not seats:
             self._parked.pop(key, None)
-
-    def _wake(self, key: bytes) -> None:
-        for waiter in self._parked.pop(key):
-            if not self._seat(waiter):
-                waiter.ready()
 
     def _seat(self, waiter: Waiter) -> bool:
         """Park ``waiter`` on the next missing key; False if nothing is missing."""
