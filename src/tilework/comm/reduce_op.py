@@ -182,17 +182,17 @@ _FLOATING = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_S
 _ORDERED = {RedOpType.MIN, RedOpType.MAX}
 _BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = (
+_DISCRETE = (
     torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
 )  # fmt: skip
+#: The dtypes of numbers that can be reduced, but complex numbers.
+REAL_DTYPES = (*_FLOATS, *_DISCRETE)
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _LEGAL: dict[torch.dtype, frozenset[RedOpType]] = {
-    **{dtype: frozenset(_FLOATING | _ORDERED) for dtype in _FLOATS},
-    **{dtype: frozenset(_FLOATING) for dtype in (torch.complex64, torch.complex128)},
-    **{
-        dtype: frozenset({RedOpType.SUM, RedOpType.PRODUCT} | _ORDERED | _BITWISE)
-        for dtype in (*_INTEGERS, torch.bool)
-    },
+    **dict.fromkeys(_FLOATS, frozenset(_FLOATING | _ORDERED)),
+    **dict.fromkeys(COMPLEX_DTYPES, frozenset(_FLOATING)),
+    **dict.fromkeys(_DISCRETE, frozenset({RedOpType.SUM, RedOpType.PRODUCT} | _ORDERED | _BITWISE)),
 }
 
 
@@ -251,22 +251,12 @@ def identity_element(op: RedOpType, dtype: torch.dtype) -> bool | int | float:
         return 1
     if op in (RedOpType.MIN, RedOpType.MAX) and dtype.is_floating_point:
         return float("inf") if op is RedOpType.MIN else -float("inf")
-    if op is RedOpType.BAND or op is RedOpType.MIN:
-        return _all_ones(dtype) if op is RedOpType.BAND else _limits(dtype)[1]
-    if op is RedOpType.MAX:
-        return _limits(dtype)[0]
+    if op in (RedOpType.MIN, RedOpType.MAX, RedOpType.BAND):
+        info = None if dtype is torch.bool else torch.iinfo(dtype)
+        lowest, highest = (0, 1) if info is None else (info.min, info.max)
+        if op is RedOpType.BAND:  # all bits are set
+            return highest if lowest == 0 else -1
+        return highest if op is RedOpType.MIN else lowest
     raise NotImplementedError(
         f"ReduceOp.{op} has no identity element, so no tensor can be made terms of it"
     )
-
-
-def _limits(dtype: torch.dtype) -> tuple[int, int]:
-    if dtype is torch.bool:
-        return 0, 1
-    info = torch.iinfo(dtype)
-    return info.min, info.max
-
-
-def _all_ones(dtype: torch.dtype) -> int:
-    lowest, highest = _limits(dtype)
-    return highest if lowest == 0 else -1

@@ -32,7 +32,7 @@ from tilework.comm.backends.torch.torch_engines import EngineGroup
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.forms import Operation, op_type, split_parts
-from tilework.comm.reduce_op import AnyReduceOp, RedOpType
+from tilework.comm.reduce_op import REAL_DTYPES, AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 
 #: Seconds of busy polling; then seconds between looks, in the first second and later.
@@ -40,13 +40,6 @@ _BUSY_SECONDS = 0.0002
 _LOOK_SECONDS = 0.00002
 _LONG_LOOK_SECONDS = 0.001
 _SHORT = (torch.float16, torch.bfloat16)
-_REDUCED = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    )
-)
 
 # -- MPI itself -------------------------------------------------------------------------------
 
@@ -79,9 +72,7 @@ def _started() -> Any:
 
 
 def _finalize(mpi: Any) -> None:
-    """End MPI at the end of the process, which waits for every rank. Skipped if an operation was
-    given up and is still in flight: perhaps a rank is missing.
-    """
+    """End MPI with the process, which waits for every rank, unless an operation was given up."""
     if not _pending() and not mpi.Is_finalized():
         mpi.Finalize()
 
@@ -98,9 +89,7 @@ def _mpi() -> Any:
 
 
 def connect(request: DistributedBackendOptions) -> Any:
-    """Make the MPI communicator of a group. Collective over the group's ranks; blocks until all
-    ranks came.
-    """
+    """Make the MPI communicator of a group. Collective over its ranks; blocks until all came."""
     mpi = _mpi()
     world, store = mpi.COMM_WORLD, request.store
     store.set(f"mpi/{request.group_rank}", str(world.Get_rank()))
@@ -142,9 +131,7 @@ class MpiWork:
         self._status = link.mpi.Status()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Poll until all requests have ended. Raise RuntimeError at the time limit, after which the
-        caller may wait again, or if the group was aborted or closed.
-        """
+        """Poll until all requests have ended, or RuntimeError at the limit, or after an abort."""
         seconds = self._limit if limit is None else limit.total_seconds()
         begun = time.monotonic()
         while not self.ended():
@@ -193,9 +180,7 @@ class _FromAny(MpiWork):
 
 
 class MpiLink:
-    """Sends and receives tensors between the ranks of a group over MPI, by methods with the names
-    of torch's backends. Nothing else uses the communicator.
-    """
+    """Sends and receives tensors over a communicator of its own, by torch's names of methods."""
 
     def __init__(self, comm: Any, limit: timedelta) -> None:
         self.mpi = _mpi()
@@ -232,9 +217,7 @@ class MpiLink:
         limit: float | None = None,
         after: Callable[[], object] | None = None,
     ) -> MpiWork:
-        """Wrap requests of MPI in an :class:`MpiWork`. Without ``limit`` (seconds), waits have the
-        link's limit.
-        """
+        """The :class:`MpiWork` of requests; without ``limit`` (seconds), waits have the link's."""
         return MpiWork(self, requests, memory, self._limit if limit is None else limit, after)
 
     def buffer(self, tensor: Tensor) -> list[Any]:
@@ -261,10 +244,7 @@ class MpiLink:
         self.closed = True
 
     def close(self, is_unused: bool) -> None:
-        """Make this rank's waits fail; free the communicator, too, if ``is_unused``, unless the
-        group was aborted or a wait was given up. Must be False if another rank may have sent a
-        message that nobody received.
-        """
+        """Make this rank's waits fail; free the communicator if ``is_unused``: no message left."""
         if is_unused and not self.closed and not _pending():
             self.comm.Free()
         self.closed = True
@@ -275,9 +255,7 @@ class MpiLink:
 
 @cache
 def _own_op(dtype: torch.dtype, kind: str) -> Any:
-    """An MPI operator for the reduction ``kind`` of the 16-bit float ``dtype``: MPI has no such
-    operators.
-    """
+    """An MPI operator for the reduction ``kind`` of a 16-bit float, which MPI itself lacks."""
 
     def add(source: Any, target: Any, _: object) -> None:
         parts = [torch.frombuffer(memory, dtype=dtype) for memory in (source, target)]
@@ -295,13 +273,10 @@ class _Requests:
 
     def start(self) -> MpiWork:
         """Start the collective; return the Work to wait for."""
-        requests = getattr(self, self._operation.kind)()
-        averaged = op_type(self._operation.reduce_op) == "avg"
-        after = self._divide if averaged and self._operation.outputs else None
+        requests, outputs = getattr(self, self._operation.kind)(), self._operation.outputs
+        averages = op_type(self._operation.reduce_op) == "avg" and len(outputs) > 0
+        after = partial(outputs[0].div_, self._comm.Get_size()) if averages else None
         return self._link.work(requests, self._kept, self._operation.timeout, after)
-
-    def _divide(self) -> None:
-        self._operation.outputs[0].div_(self._link.comm.Get_size())
 
     def _op(self, dtype: torch.dtype) -> Any:
         kind = kind_of(self._operation.reduce_op)
@@ -364,13 +339,13 @@ class _Requests:
         ]
 
     def all_gather(self) -> list[Any]:
-        source, outputs, everyone = self._operation.inputs[0], self._operation.outputs, self._all()
-        parts = split_parts(outputs, len(everyone))
+        source, outputs = self._operation.inputs[0], self._operation.outputs
+        parts = split_parts(outputs, self._comm.Get_size())
         if isinstance(outputs, Tensor):
             if source.data_ptr() != parts[self._rank].data_ptr():
                 parts[self._rank].copy_(source.view(-1))
             return [self._comm.Iallgather(self._link.mpi.IN_PLACE, self._bytes(outputs))]
-        return self._exchange(((rank, source) for rank in everyone), enumerate(parts))
+        return self._exchange(((rank, source) for rank in range(len(parts))), enumerate(parts))
 
     def gather(self) -> list[Any]:
         source, root = self._operation.inputs[0], self._operation.root
@@ -391,15 +366,10 @@ class _Requests:
         leaving = [source.clone() if source.data_ptr() in taken else source for source in sources]
         return self._exchange(enumerate(leaving), enumerate(targets))
 
-    def _all(self) -> range:
-        return range(self._comm.Get_size())
-
     def _exchange(
         self, leaving: Iterable[tuple[int, Tensor]], coming: Iterable[tuple[int, Tensor]]
     ) -> list[Any]:
-        """Begin to send tensors ``leaving`` and to receive tensors ``coming``, each paired with the
-        rank at the other end; return the requests.
-        """
+        """Begin to send and receive tensors, each with the rank at the other end."""
         sources, targets = dict(leaving), dict(coming)
         own, mine = sources.pop(self._rank, None), targets.pop(self._rank, None)
         if own is not None and mine is not None and own.data_ptr() != mine.data_ptr():
@@ -451,7 +421,7 @@ class MpiGroup(EngineGroup):
         kind = kind_of(op)
         if dtype.is_complex:
             return kind in (RedOpType.SUM, RedOpType.AVG)
-        return dtype in _REDUCED and kind is not RedOpType.PREMUL_SUM
+        return dtype in REAL_DTYPES and kind is not RedOpType.PREMUL_SUM
 
 
 def create_mpi_group(request: DistributedBackendOptions, options: object) -> ProcessGroup:

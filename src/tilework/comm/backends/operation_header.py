@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.forms import FORMS, MANY_INPUTS, MANY_OUTPUTS, Kind, Operation, Parts, op_type
+from tilework.comm.reduce_op import COMPLEX_DTYPES, REAL_DTYPES, RedOpType
 
 # Engines see complex numbers as pairs, float8 as bytes, and a shape only as a size.
 
@@ -21,14 +22,8 @@ ANY: Final = 0
 _ELEMENTWISE: Final = frozenset(form.kind for form in FORMS.values() if len(form.sides) == 1)
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 _START, _FACTOR = 0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3  # FNV-1a, as in the core
-#: Dtypes that all engines know natively.
-_KNOWN: Final = frozenset(
-    (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    )
-)
+#: All engines know these natively.
+_KNOWN: Final = frozenset(REAL_DTYPES)
 
 
 def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -40,9 +35,7 @@ def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def message_label(tensor: Tensor) -> int:
-    """The label (a number for dtype and shape) by which a sent tensor is compared with the
-    receiver's.
-    """
+    """The label (a number for dtype and shape) that sender and receiver compare."""
     return shape_label(tuple(tensor.shape), tensor.dtype)
 
 
@@ -66,9 +59,7 @@ def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
 
 
 def labels_agree(labels: Sequence[int], even: bool) -> bool:
-    """True if the labels of all ranks agree in dtype and number of dims and, if ``even`` (all parts
-    have the same size), in shape. ANY agrees with all.
-    """
+    """True if labels agree in dtype and dims, and in shape if ``even``; ANY agrees with all."""
     known = [label for label in labels if label != ANY]
     shapes = even and all(label & ~_DIMS for label in known)
     return len({label if shapes else label & _DIMS for label in known}) <= 1
@@ -85,23 +76,9 @@ Header = Sequence[int]
 
 _KINDS: dict[Kind, int] = {kind: code for code, kind in enumerate(get_args(Kind))}
 _DTYPES: dict[torch.dtype | None, int] = {
-    dtype: code
-    for code, dtype in enumerate(
-        (
-            None,
-            *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-            *(torch.int64, torch.int32, torch.int16, torch.int8),
-            *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-            *(torch.bool, torch.complex64, torch.complex128),
-        )
-    )
+    dtype: code for code, dtype in enumerate((None, *REAL_DTYPES, *COMPLEX_DTYPES))
 }
-_REDUCTIONS = {
-    name: code
-    for code, name in enumerate(
-        (*("none", "sum", "avg", "product", "min", "max"), *("band", "bor", "bxor", "premul_sum"))
-    )
-}
+_REDUCTIONS = {name: i for i, name in enumerate(("none", *(op.value for op in RedOpType)))}
 _FIELDS = (
     "operation",
     "dtype",
@@ -161,9 +138,7 @@ def _common_count(op: Operation, size: int) -> int:
 
 
 def header_of(operation: Operation, rank: int, size: int) -> Header:
-    """The header of this rank's operation: the numbers by which ranks compare calls, such as codes
-    of kind and dtype, the root, and sizes.
-    """
+    """The numbers by which ranks compare calls: kind, dtype, reduction, root, labels and sizes."""
     counts = *_counts_sent(operation, rank, size), *_counts_expected(operation, rank, size)
     return [*_fields(operation), *counts]
 
