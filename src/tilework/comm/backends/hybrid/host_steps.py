@@ -70,9 +70,7 @@ Step = Iterator[None]
 
 
 class _RoundedTransfers:
-    """Transfers of float32 tensors in few bytes. What is sent has the rounded values afterwards, as
-    the receiver has them.
-    """
+    """Transfers of float32 tensors in few bytes, which leave the rounded values at both ends."""
 
     def __init__(self, inner: Transfers, rounding: Rounding) -> None:
         self._inner, self._rounding = inner, rounding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +30,10 @@ def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, ShmGroup]:
     identities = store.multi_get([f"host/{rank}" for rank in everyone])
     candidates = tuple(rank for rank in everyone if identities[rank] == identities[me])
     try:
-        group = create_shm_group(_part(request, candidates, "shared"), None)
+        group = create_shm_group(part_of(request, candidates, "shared"), None)
     except CannotShareMemoryError:
         candidates = (me,)
-        group = create_shm_group(_part(request, candidates, f"alone_{me}"), None)
+        group = create_shm_group(part_of(request, candidates, f"alone_{me}"), None)
     try:
         store.set(f"shares/{me}", " ".join(map(str, candidates)))
         shares = store.multi_get([f"shares/{rank}" for rank in everyone])
@@ -43,9 +44,10 @@ def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, ShmGroup]:
         raise
 
 
-def _part(
-    request: DistributedBackendOptions, ranks: tuple[int, ...], name: str
+def part_of(
+    request: DistributedBackendOptions, ranks: Sequence[int], name: str
 ) -> DistributedBackendOptions:
+    """The request for a group of some ``ranks``, which meet under ``name`` in the store."""
     return replace(
         request,
         store=PrefixStore(f"{name}_{ranks[0]}", request.store),

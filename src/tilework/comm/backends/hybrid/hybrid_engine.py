@@ -61,11 +61,8 @@ class HybridEngine(MeetingEngine):
         reduce_op: AnyReduceOp | None = None,
         root: int = 0,
     ) -> None:
-        operation = Operation(kind, inputs, outputs, reduce_op, root, self.left_seconds())
-        try:
-            self._shm.run(operation)
-        except self._shm.fault_type as fault:
-            raise Fault(*self._from_local(fault.args)) from None
+        with self.local_faults():
+            self._shm.run(Operation(kind, inputs, outputs, reduce_op, root, self.left_seconds()))
 
     def transfers(self) -> _Transfers:
         self._in_flight.append(_Transfers(self))
@@ -77,12 +74,10 @@ class HybridEngine(MeetingEngine):
         if rank not in self.hosts.local:
             return super()._message(way, tensor, rank, number, timeout)
         move = self._shm.isend if way == "send" else self._shm.irecv
-        try:
+        with self.local_faults():
             completion = move(tensor, self.hosts.local.index(rank), number, timeout)
-            completion.add_done_callback(lambda: self._shm.let_go(tensor))
-            return completion
-        except self._shm.fault_type as fault:
-            raise Fault(*self._from_local(fault.args)) from None
+        completion.add_done_callback(lambda: self._shm.let_go(tensor))
+        return completion
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -107,17 +102,14 @@ class _Transfers:
         self._works: list[tuple[int, Any, Tensor]] = []
 
     def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        self._begin_all("recv", tensors)
+        _raise_first(self._begin("recv", *pair) for pair in tensors)
 
     def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        self._begin_all("send", tensors)
-
-    def _begin_all(self, way: str, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        self._raise(next(filter(None, (self._begin(way, *pair) for pair in tensors)), None))
+        _raise_first(self._begin("send", *pair) for pair in tensors)
 
     def wait(self) -> None:
         """Block until all transfers are done; raise Fault if one fails, or at the limit."""
-        self._raise(next(filter(None, map(self._end, self._works)), None))
+        _raise_first(self._end(*transfer) for transfer in self._works)
 
     def forget(self) -> None:
         """Drop torch's Works, also those of transfers that are still in flight."""
@@ -134,11 +126,12 @@ class _Transfers:
 
         return self._engine.attempt(begin, rank)
 
-    def _end(self, transfer: tuple[int, Any, Tensor]) -> FaultArgs | None:
-        rank, work, memory = transfer
+    def _end(self, rank: int, work: Any, memory: Tensor) -> FaultArgs | None:
         limit = timedelta(seconds=self._engine.left_seconds())
         return self._engine.await_transfer(partial(_wait, work, memory, limit), rank)
 
-    def _raise(self, why: FaultArgs | None) -> None:
-        if why is not None:
-            raise Fault(*why)
+
+def _raise_first(faults: Iterable[FaultArgs | None]) -> None:
+    for fault in faults:
+        if fault is not None:
+            raise Fault(*fault)

@@ -12,8 +12,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from tilework.comm.backends.completion import PythonCompletion, TorchCompletion
 from tilework.comm.backends.control_channel import ControlChannel, FrameKind, connect_all
 from tilework.comm.backends.engine_protocol import Completion, Fault, FaultArgs
 from tilework.comm.backends.hybrid.host_ranks import Hosts
+from tilework.comm.backends.hybrid.hosts import part_of
 from tilework.comm.backends.hybrid.messages import PointToPoint, TransferWaits
 from tilework.comm.backends.network_interfaces import reachable_address
 from tilework.comm.backends.operation_header import called_kinds, compare_calls
@@ -34,7 +35,6 @@ from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import said_by
 from tilework.comm.forms import Operation
-from tilework.store import PrefixStore
 
 #: Seconds between looks of a rank that waits for another host.
 LOOK_SECONDS = 0.05
@@ -143,12 +143,12 @@ class MeetingEngine(PythonEngine):
         here = own
         if self._shm is not None:
             try:
-                here = self._shm.gather_bytes(own, self.left_seconds())
-            except self._shm.fault_type as fault:
-                kind, ranks, detail = self._from_local(fault.args)
-                if kind == "timeout" and hosts.others:
-                    raise self.late_fault(self._absent(ranks), self._limit) from None
-                raise Fault(kind, ranks, detail) from None
+                with self.local_faults():
+                    here = self._shm.gather_bytes(own, self.left_seconds())
+            except Fault as fault:
+                if fault.args[0] == "timeout" and hosts.others:
+                    raise self.late_fault(self._absent(fault.args[1]), self._limit) from None
+                raise
         if not hosts.others:
             return here
         everyone = bytearray(count * self.size)
@@ -158,10 +158,8 @@ class MeetingEngine(PythonEngine):
             _place(everyone, count, hosts.local, here)
             self._exchange(here, everyone, count)
         if self._shm is not None:
-            try:
+            with self.local_faults():
                 self._shm.spread_bytes(everyone, self.left_seconds())
-            except self._shm.fault_type as fault:
-                raise Fault(*self._from_local(fault.args)) from None
         return bytes(everyone)
 
     def _exchange(self, own: bytes, everyone: bytearray, count: int) -> None:
@@ -219,6 +217,15 @@ class MeetingEngine(PythonEngine):
         for host in others:
             missing.update(self._missing.get(host, self.hosts.ranks[host]))
         return tuple(sorted(missing))
+
+    @contextlib.contextmanager
+    def local_faults(self) -> Iterator[None]:
+        """Within the block, faults of this host's shm group raise as faults of the group."""
+        assert self._shm is not None
+        try:
+            yield
+        except self._shm.fault_type as fault:
+            raise Fault(*self._from_local(fault.args)) from None
 
     def _from_local(self, fault: tuple[Any, ...]) -> FaultArgs:
         """A fault of this host's shm group, with the ranks of the whole group."""
@@ -376,7 +383,10 @@ class MeetingEngine(PythonEngine):
             answer = json.dumps([*self._current, int(payload)]).encode()
             self._control.send(source, FrameKind.ANSWER, answer)
         if kind is FrameKind.ABORT:
-            self._abort_by(source, *json.loads(payload))
+            abort = source, *json.loads(payload)
+            if self.note_abort(*abort):
+                self._abort_locally(*abort)
+                self.interrupt()
         with self._changed:
             if kind is FrameKind.FAILURE_REPORT:
                 self._failures[source] = payload.decode()
@@ -388,11 +398,6 @@ class MeetingEngine(PythonEngine):
             elif kind is FrameKind.GOODBYE:
                 self._left.add(source)
             self._changed.notify_all()
-
-    def _abort_by(self, source: int, kind: str, text: str) -> None:
-        if self.note_abort(source, kind, text):
-            self._abort_locally(source, kind, text)
-            self.interrupt()
 
     def on_disconnect(self, source: int) -> None:
         with self._changed:
@@ -506,9 +511,7 @@ def connect_hosts(
     shared: ShmEngine | None,
     make_link: Callable[[str], Mover],
 ) -> Connections:
-    """Connect all ranks by a control channel, the first ranks of hosts to each other, and by a
-    link, made for an address of this host. Collective; blocks.
-    """
+    """Connect all ranks, the first ranks of hosts, and a link at this host's address. Blocks."""
     address = "127.0.0.1" if not hosts.others else reachable_address(request.store)
     with contextlib.ExitStack() as undo:
         control = ControlChannel(connect_all(request, address))
@@ -525,17 +528,10 @@ def _connect_leaders(
     request: DistributedBackendOptions, hosts: Hosts, address: str
 ) -> dict[int, socket.socket]:
     """On the first rank of each host connections to those of the other hosts, by host."""
-    leaders: dict[int, socket.socket] = {}
-    if hosts.others and not hosts.local_rank:
-        ranks = [ranks[0] for ranks in hosts.ranks]
-        among_leaders = replace(
-            request,
-            store=PrefixStore("leaders", request.store),
-            group_rank=hosts.index,
-            group_size=len(ranks),
-            global_ranks_in_group=tuple(request.global_ranks_in_group[rank] for rank in ranks),
-        )
-        leaders = connect_all(among_leaders, address)
+    if not hosts.others or hosts.local_rank:
+        return {}
+    among_leaders = part_of(request, [ranks[0] for ranks in hosts.ranks], "leaders")
+    leaders = connect_all(among_leaders, address)
     for leader in leaders.values():
         leader.settimeout(LOOK_SECONDS)
     return leaders
