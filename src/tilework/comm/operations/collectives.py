@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.forms import FORMS, MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
-from tilework.comm.operations import collectives
 from tilework.comm.operations.coalescing import finish, is_async
 from tilework.comm.per_call import checks
 from tilework.comm.per_call.fast_function import core_first
@@ -298,7 +298,7 @@ def all_gather_coalesced(
                 f"output_tensor_lists[{r}] must have one tensor for each of the {len(sources)} "
                 f"inputs, got {len(outputs)}"
             )
-    checks.same_dtype(sources, *output_tensor_lists)
+    checks.same_dtype([*sources, *chain(*output_tensor_lists)])
     columns = map(list, zip(*output_tensor_lists, strict=True))
     return _run_several("all_gather", pg, async_op, zip(sources, columns, strict=True))
 
@@ -596,12 +596,12 @@ def all_reduce_sparse(tensor: Tensor, op: AnyReduceOp, group: ProcessGroup) -> N
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
-    collectives.all_gather(counts, torch.tensor([values.shape[0]]), group)
+    all_gather(counts, torch.tensor([values.shape[0]]), group)
     entries = [int(count) for count in counts]
     all_indices = [indices.new_empty((n, indices.shape[0])) for n in entries]
     all_values = [values.new_empty((n, *values.shape[1:])) for n in entries]
-    collectives.all_gather(all_indices, indices.t().contiguous(), group)
-    collectives.all_gather(all_values, values, group)
+    all_gather(all_indices, indices.t().contiguous(), group)
+    all_gather(all_values, values, group)
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, check_invariants=True
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,61 +122,35 @@ def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tens
     return tensors
 
 
-def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> None:
+def same_dtype(tensors: Iterable[Tensor], mix_complex: bool = True) -> None:
     """Raise ValueError unless all tensors have the same dtype.
 
     With ``mix_complex``, complex64 counts as float32, and complex128 as float64.
     """
     first = None
-    for tensors in groups:
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            dtype = tensor.dtype
-            if mix_complex:
-                dtype = _REAL_OF.get(dtype, dtype)
-            if first is None:
-                first = dtype
-            elif dtype != first:
-                raise ValueError(
-                    f"one call was given tensors with different dtypes, {first} and "
-                    f"{tensor.dtype}: convert them to one dtype"
-                )
+    for tensor in tensors:
+        dtype = _REAL_OF.get(tensor.dtype, tensor.dtype) if mix_complex else tensor.dtype
+        first = first or dtype
+        if dtype != first:
+            raise ValueError(
+                f"one call was given tensors with different dtypes, {first} and "
+                f"{tensor.dtype}: convert them to one dtype"
+            )
 
 
-def same_device(*groups: Tensor | Sequence[Tensor]) -> None:
+def same_device(tensors: Iterable[Tensor]) -> None:
     """Raise ValueError unless all tensors are on the same device."""
-    first = None
-    for tensors in groups:
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            if first is None:
-                first = tensor.device
-            elif tensor.device != first:
-                raise ValueError(
-                    f"one call was given tensors on different devices, {first} and "
-                    f"{tensor.device}: move them to one device"
-                )
+    devices = [*dict.fromkeys(tensor.device for tensor in tensors)]
+    if len(devices) > 1:
+        raise ValueError(
+            f"one call was given tensors on different devices, {devices[0]} and {devices[1]}: "
+            f"move them to one device"
+        )
 
 
-def elements(tensor: Tensor) -> int:
-    """The number of elements of ``tensor``, where a complex number counts as two."""
+def _elements(tensor: Tensor) -> int:
+    """The number of elements, where a complex number counts as two."""
     return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()
-
-
-def same_elements(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
-    """Raise ValueError unless both tensors have the same number of elements."""
-    if elements(a) != elements(b):
-        raise ValueError(
-            f"{a_name} has shape {list(a.shape)} and {b_name} has shape {list(b.shape)}: both "
-            f"must have the same number of elements"
-        )
-
-
-def stacked_elements(whole: Tensor, whole_name: str, part: Tensor, part_name: str, n: int) -> None:
-    """Raise ValueError unless ``whole`` has exactly the elements of ``n`` tensors like ``part``."""
-    if elements(whole) != n * elements(part):
-        raise ValueError(
-            f"{whole_name} must have {n} times the elements of {part_name}, for {n} ranks: got "
-            f"shapes {list(whole.shape)} and {list(part.shape)}"
-        )
 
 
 def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
@@ -240,11 +214,11 @@ def check_operation(operation: Operation, rank: int, size: int) -> None:
     outputs = _side(form.outputs, operation.outputs)
     inputs = outputs if form.inputs == form.outputs else _side(form.inputs, operation.inputs)
     if not form.in_place:
-        same_dtype(outputs, inputs, mix_complex=not form.reduces)
+        same_dtype([*outputs, *inputs], mix_complex=not form.reduces)
         for side, tensors in ((form.outputs, outputs), (form.inputs, inputs)):
             if side.parts == "each":
                 _check_count(side, tensors, form.root, is_root, size)
-        same_device(outputs, inputs)
+        same_device([*outputs, *inputs])
     if form.reduces:
         check_reduction(operation.reduce_op, inputs[0].dtype)
     if form.has_rows:
@@ -292,7 +266,14 @@ def _check_sizes(
     if len(own) < 2:
         return
     (parts, a, a_name), (_, b, b_name) = sorted(own, key=lambda each: _ORDER.index(each[0]))
+    if _elements(a) == (size if parts == "whole" else 1) * _elements(b):
+        return
     if parts == "whole":
-        stacked_elements(a, a_name, b, b_name, size)
-    else:
-        same_elements(a, a_name, b, b_name)
+        raise ValueError(
+            f"{a_name} must have {size} times the elements of {b_name}, for {size} ranks: got "
+            f"shapes {list(a.shape)} and {list(b.shape)}"
+        )
+    raise ValueError(
+        f"{a_name} has shape {list(a.shape)} and {b_name} has shape {list(b.shape)}: both must "
+        f"have the same number of elements"
+    )
