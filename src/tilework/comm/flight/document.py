@@ -111,7 +111,7 @@ def encode(record: Record) -> bytes:
     """The contents of a record's file."""
     document = {_MARK: VERSION, **asdict(record)}
     for group in document["groups"]:
-        group["ranks"] = _runs(group["ranks"])
+        group["ranks"] = runs_of(group["ranks"])
     return json.dumps(_shortened(document), ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
@@ -144,7 +144,7 @@ def _shortened(value: Any) -> Any:
     return value
 
 
-def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """The first and last rank of each run of consecutive ranks, in order."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tilework.comm.flight.document import GroupLog, Record
+from tilework.comm.flight.document import GroupLog, Record, runs_of
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
 from tilework.wait_graph import IN_A_CIRCLE, cycles
 
@@ -134,21 +133,13 @@ def _groups(records: Mapping[int, Record]) -> list[Group]:
 
 def named(ranks: Iterable[int]) -> str:
     """Ranks, for a person: ``ranks 0 to 3 and 7``."""
-    runs = [_run_of([rank for _, rank in run]) for _, run in _runs(sorted(set(ranks)))]
-    parts = [part for run in runs for part in run]
+    parts: list[str] = []
+    for first, last in runs_of(sorted(set(ranks))):
+        is_long = last > first + 1
+        parts += [f"{first} to {last}"] if is_long else map(str, range(first, last + 1))
     words = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
     one = len(parts) == 1 and parts[0].isdecimal()
     return f"{'rank' if one else 'ranks'} {words}"
-
-
-def _runs(ranks: Sequence[int]) -> Iterable[tuple[int, Iterable[tuple[int, int]]]]:
-    return itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-
-
-def _run_of(ranks: Sequence[int]) -> list[str]:
-    if len(ranks) < 3:
-        return [str(rank) for rank in ranks]
-    return [f"{ranks[0]} to {ranks[-1]}"]
 
 
 @dataclass(frozen=True)
@@ -217,9 +208,7 @@ def is_send(entry: Entry) -> bool:
 
 
 def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
-    """For each rank that cannot continue, the waits that hold it up; given-up waits count. A rank
-    with asynchronous operations in flight may compute: its stack tells.
-    """
+    """For each rank that cannot continue, the waits that hold it up; given-up waits count."""
     by_rank: dict[int, list[Wait]] = {}
     all_own: dict[int, list[Wait]] = {}
     for wait in all_waits:
@@ -244,9 +233,7 @@ def _gave_up(entry: Entry) -> bool:
 
 
 def circles(held_up: Mapping[int, Sequence[Wait]]) -> list[list[Wait]]:
-    """Cycles of ranks that wait for each other. A message that may come from several ranks is held
-    up by none of them.
-    """
+    """Cycles of waits; nobody alone holds up a message that may come from several ranks."""
     return cycles(
         wait
         for waits_of_rank in held_up.values()

@@ -82,9 +82,7 @@ def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
 
 
 def blocking(entries: Iterable[Entry], all_entries: Iterable[Entry]) -> list[Entry]:
-    """The ended operations of a rank in which it did nothing else, by time of entry. Within an
-    asynchronous operation the rank enters others.
-    """
+    """The ended operations in which a rank did nothing else (entered no other), in order."""
     begun = sorted(entry.entered for entry in all_entries)
     return [
         entry
