@@ -24,9 +24,7 @@ from tilework.errors import CaptureError
 def compile_model(
     original: Callable[..., Any], model: Any = None, *, fullgraph: bool = False, **settings: Any
 ) -> Any:
-    """``torch.compile`` (``original``), but functions with DTensors are recorded instead of traced.
-    Local.
-    """
+    """``torch.compile``, but functions with DTensors are recorded instead of traced. Local."""
     if model is None:
         return lambda model: compile_model(original, model, fullgraph=fullgraph, **settings)
     compiled = original(model, fullgraph=fullgraph, **settings)

@@ -337,9 +337,7 @@ _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
 def key_of_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Collection[int] = ()
 ) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and a key: calls with equal keys may share a record. The
-    leaves at the positions ``numbers`` are floats that programs take as inputs.
-    """
+    """A call's leaves and a key of records; leaves at ``numbers`` are floats that are inputs."""
     leaves: list[Any]
     if kwargs or not all(arg.__class__ in _LEAVES for arg in args):
         leaves, tree = flatten((args, kwargs))

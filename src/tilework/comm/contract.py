@@ -282,9 +282,7 @@ _OURS = (
 
 
 def _method(name: str, does: str) -> Callable[..., Work]:
-    """A group's method for a collective, with the arguments of torch's backends: the outputs, the
-    inputs, and options.
-    """
+    """A group's method for a collective, with torch's arguments: outputs, inputs, options."""
     form = FORMS[name]
 
     def method(self: ProcessGroup, *args: Any, opts: Options | None = None) -> Work:

@@ -132,9 +132,7 @@ class Form:
         limit: timedelta | None = None,
         is_async: bool = False,
     ) -> list[Operation]:
-        """The operations that the arguments of the group's method stand for: several if the lists
-        that it takes have several elements.
-        """
+        """The operations that the method's arguments stand for: one for each element of lists."""
         count = len(self.sides)
         outputs, inputs = (args[0], args[count - 1]) if count else ((), ())
         pairs: Iterable[tuple[Any, Any]] = ((inputs, outputs),)
@@ -339,9 +337,7 @@ def is_absent(parts: Parts) -> bool:
 
 
 def split_parts(parts: Parts, size: int) -> list[Tensor]:
-    """A flat tensor for each of ``size`` ranks: the tensors of ``parts``, or equal parts of a
-    single tensor.
-    """
+    """A flat tensor for each of ``size`` ranks: ``parts``, or equal parts of a single tensor."""
     if not isinstance(parts, Tensor):
         return [part.view(-1) for part in parts]
     return list(torch.tensor_split(parts.view(-1), size)) if size else []

@@ -138,9 +138,7 @@ _KINDS = frozenset({Shard, Replicate, Partial})
 
 
 def placements_in(placements: Any) -> tuple[Any, ...]:
-    """The placements that a function was given, one for each axis of a mesh; not a single
-    placement.
-    """
+    """The placements for each axis of a mesh that a function was given; no single placement."""
     if not isinstance(placements, (tuple, list)):
         _check_several(placements)
     found = tuple(placements)

@@ -159,9 +159,7 @@ class StorageContract(ABC):
 
 
 class _Refusing:
-    """Makes a storage's writers; a single writer refuses a call, as a full disk does, after
-    ``left`` calls that succeed. Below zero: the call was refused.
-    """
+    """Makes a storage's writers; a call fails, as on a full disk, after ``left`` others."""
 
     def __init__(self, place: Storage, left: int) -> None:
         self._create, self.left = place.create, left

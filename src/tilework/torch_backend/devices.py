@@ -31,10 +31,7 @@ _ENGINES: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 class OtherDevices:
-    """The engines for the devices of a group that are not the CPU: torch's own, and tilework's
-    groups, which ``compared`` makes for a type of device. Only the group's ranks use the store; the
-    options are the user's for the engine.
-    """
+    """The engines for devices other than the CPU: torch's, and groups that ``compared`` makes."""
 
     def __init__(
         self,

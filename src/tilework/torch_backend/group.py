@@ -90,9 +90,7 @@ def time_limit(opts: Any) -> timedelta | None:
 
 
 def name_writer(tensor: Tensor, operation: str) -> None:
-    """Let backward name ``operation`` if the node that made ``tensor`` needs the values that it
-    wrote over: autograd counts the write, and its error names the node alone.
-    """
+    """Let backward's error name ``operation`` if it needs values that the write replaced."""
     made: Any = tensor.grad_fn
     site = call_site()
 

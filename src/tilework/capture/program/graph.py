@@ -68,9 +68,7 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A constant in which records of one program differ: the parameter ``k<number>`` of the
-    program. The example is the constant of the first record.
-    """
+    """A constant in which records differ: parameter ``k<number>``; the example is the first's."""
 
     number: int
     example: Any
@@ -256,9 +254,7 @@ class Unexpected(CaptureError):
 
 
 class Expected:
-    """An instruction that raises if a value on which the recorded call has branched differs from
-    the value in that call.
-    """
+    """An instruction that raises if a value that decided a branch is not that of the record."""
 
     def __init__(self, func: Any, value: Any, site: str) -> None:
         self.func, self.value, self.site = func, value, site

@@ -15,9 +15,7 @@ _FAST = {
 
 
 def wait_for(work: Work, *tensors: Any) -> None:
-    """Wait for a collective on tensors that :mod:`a pass <tilework.capture.program.passes>` has
-    started.
-    """
+    """Wait for a collective on tensors that a pass has started."""
     work.wait()
 
 

@@ -17,9 +17,7 @@ def nbytes_spanned(tensor: Tensor) -> int:
 
 
 class SharedMemory:
-    """The inputs of a program that overlap in memory. Layouts stay, addresses may change; inputs at
-    the positions ``moving`` are other tensors in each call.
-    """
+    """The inputs that overlap in memory; those at ``moving`` are other tensors in each call."""
 
     def __init__(self, inputs: Sequence[Tensor], moving: Sequence[int]) -> None:
         self._spans = [nbytes_spanned(each) for each in inputs]

@@ -47,9 +47,7 @@ class NumberBook:
         return list(found.values())
 
     def find(self, value: float) -> Number | float:
-        """The Number that a NaN with a tag stands for; any other float unchanged. Raises a
-        CaptureError if a function such as math.exp computed the float from a Number.
-        """
+        """The Number that a tagged NaN stands for; other floats unchanged; computed NaNs raise."""
         if value == value:
             return value
         bits: int = struct.unpack("<Q", struct.pack("<d", value))[0]

@@ -100,9 +100,7 @@ _READS: dict[str, Callable[[StatePlace], Any]] = {
 
 
 class Argument:
-    """The place of a tensor among the arguments of a call: the leaf of this number, or the local
-    tensor of a DTensor there.
-    """
+    """The place of a tensor in a call's arguments: the leaf ``number``, or its local tensor."""
 
     __slots__ = ("is_dtensor", "number")
 

@@ -101,9 +101,7 @@ class StepRecord:
         return self.state_holds() and self._options_hold(leaves) and self._inputs_hold()
 
     def state_holds(self, is_after: bool = False) -> bool:
-        """True if objects, numbers, texts and flags are as in the recorded call; after a call,
-        places that the program writes do not count. Local.
-        """
+        """True if state is as recorded; after a call, apart from what the program writes. Local."""
         written = self._places if is_after else ()
         for place, thing in self.way:
             try:
@@ -346,9 +344,7 @@ def generators_of_rank() -> list[torch.Generator]:
 
 
 def copies_of(inputs: Sequence[Tensor], kept: Mapping[int, Tensor]) -> list[Tensor]:
-    """The inputs as they were before the step: ``kept`` has, by :func:`key_of_storage`, the bytes
-    before of storages that the step wrote to.
-    """
+    """The inputs before the step: ``kept`` has the old bytes of written storages, by key."""
     storages = {key: saved.clone().untyped_storage() for key, saved in kept.items()}
     before = []
     for each in inputs:

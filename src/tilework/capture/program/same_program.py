@@ -68,9 +68,7 @@ class _OwnersOfRank:
 
 
 class VotingRanks:
-    """The ranks of the groups in which the step ``name`` communicates. Without the groups ``owner``
-    forgets the step's programs.
-    """
+    """The ranks of a step's groups; without the groups ``owner`` forgets the step's programs."""
 
     def __init__(self, name: str, owner: HasPrograms) -> None:
         self._owner = ref(owner)

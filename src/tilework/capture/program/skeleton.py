@@ -23,9 +23,7 @@ from tilework.dtensor.internal import DTensorSpec
 
 @dataclass(eq=False, slots=True)
 class Skeleton:
-    """A program taken apart: all that records of one program have in common, in order, and the
-    constants (integers, floats, tensors, layouts, collectives).
-    """
+    """A program taken apart: what all records share, in order, and the constants."""
 
     tokens: list[Any]
     constants: list[Any]

@@ -45,9 +45,7 @@ class Symbols:
         return self._nodes[value] if _is_size(value) else value
 
     def tensor(self, like: Tensor, shape: Sequence[int | Hole] = ()) -> Tensor:
-        """A fake tensor (without elements): the compiler's example of an input like this tensor. If
-        ``shape``, that in the program, has holes, it is contiguous.
-        """
+        """A fake tensor, the compiler's example of the input; contiguous if ``shape`` has holes."""
         extents = [self.at(x.number) if isinstance(x, Hole) else x for x in shape]
         if not any(isinstance(each, Hole) for each in shape):
             return self._mode.from_tensor(like, static_shapes=True)

@@ -40,9 +40,7 @@ def leaf_of(leaf: Any, recorder: StepRecorder) -> Any:
 def changes(
     before: StatePlaces, after: StatePlaces, recorder: StepRecorder
 ) -> Iterator[tuple[StatePlace, Any]]:
-    """The places that hold other tensors after the step, and what stands for the new tensors.
-    Refuses places where a program could not put a tensor, as a growing list.
-    """
+    """The places that hold other tensors after the step, with sources; others are refused."""
     then = {identity_of(place): tensor for place, tensor in before.slots}
     read = {identity_of(x.path) for x in recorder.graph.inputs if isinstance(x.path, StatePlace)}
     for place, tensor in after.slots:
@@ -142,9 +140,7 @@ def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]
 
 
 def way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
-    """The objects that lead to a program's inputs, and others that the step may have used; refuses
-    a step that has replaced the former.
-    """
+    """The objects on the way to a program's inputs; refuses a step that replaced them."""
     now = {identity_of(place): thing for place, thing in after.things}
     found: dict[Any, tuple[StatePlace, Any]] = {}
     for place, thing in places.things:
@@ -271,9 +267,7 @@ def layouts_of_others(graph: Graph, places: StatePlaces) -> Iterator[tuple[State
 
 
 def refuse_snapshots(graph: Graph, leaves: Sequence[Any]) -> None:
-    """Refuse DTensors from outside the step that are views whose elements had to move: a program
-    would read the copy, also after a write to the base.
-    """
+    """Refuse outside DTensors whose elements had to move: programs would read the old copy."""
     owners = [each.path.owner for each in graph.inputs if each.is_local]
     for owner in (*leaves, *owners):
         if isinstance(owner, DTensor) and owner.is_snapshot:

@@ -50,9 +50,7 @@ def paused() -> Iterator[CallRecorder | None]:
 
 
 class RecordedWork(Work):
-    """A Work that calls ``note`` once, when the program first waits for it; that records
-    the wait.
-    """
+    """A Work that calls ``note`` once, when the program first waits for it, to record the wait."""
 
     def __init__(self, work: Work, note: Callable[[], None]) -> None:
         self._work, self._note = work, note

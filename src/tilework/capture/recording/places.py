@@ -80,9 +80,7 @@ _MOST = 200_000
 
 
 class StatePlaces:
-    """The tensors, numbers and other things that a step can reach, and the place of each. Modules
-    and other objects among the ``leaves`` of arguments are searched, too.
-    """
+    """The places of what a step can reach, modules and objects among ``leaves`` included."""
 
     def __init__(self, step: Callable[..., Any], leaves: Sequence[Any] = ()) -> None:
         #: The leaves that are searched; and by id of a tensor, the argument that it is.
@@ -134,9 +132,7 @@ class StatePlaces:
         return self._numbers.get(id(tensor)) or self.tensors.get(id(tensor))
 
     def others_of(self, tensor: Tensor, path: StatePlace) -> list[StatePlace]:
-        """Other places of the program with this tensor, as of tied weights: those in modules, but
-        not those in containers of parameters, as for clipping.
-        """
+        """Other places of a tensor in modules (tied weights), not in containers for clipping."""
         is_parameter = tensor.is_leaf and tensor.requires_grad
         return [
             place

@@ -57,9 +57,7 @@ _DRAWS = torch.Tag.nondeterministic_seeded
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records a step of this rank: ``places`` has what the step can reach, ``book`` the recording's
-    numbers.
-    """
+    """Records a step: ``places`` has what it can reach, ``book`` the recording's numbers."""
 
     def __init__(self, places: StatePlaces, book: NumberBook) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

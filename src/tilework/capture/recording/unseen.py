@@ -19,9 +19,7 @@ from tilework.errors import CaptureError
 
 
 def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
-    """Aliases of arguments that are also variables of the step, by position. Later calls may pass
-    another tensor, so the recorder must see which of the two an operator reads.
-    """
+    """Aliases, by position, of arguments that are also variables: the recorder tells them apart."""
     result: dict[int, Any] = {}
     for number, leaf in enumerate(leaves):
         is_known = isinstance(leaf, Tensor) and id(plain(leaf)) in places.tensors

@@ -14,9 +14,7 @@ _Create = Callable[[DistributedBackendOptions, Any], ProcessGroup]
 
 
 def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any) -> ProcessGroup:
-    """Make a group on the backend ``name``, and return this rank's end. Collective over the group's
-    ranks.
-    """
+    """Make a group on the backend ``name``; return this rank's end. Collective over its ranks."""
     if isinstance(pg_options, HybridOptions) and name not in (Backend.HYBRID, Backend.SHM):
         raise ValueError(f"backend {name!r} does not take {pg_options}, which is for 'hybrid'")
     plugin = Backend.plugins.get(name.upper())

@@ -34,9 +34,7 @@ class PythonCompletion:
         self.waited_ns = self.finished_ns = 0
 
     def complete(self, fault: FaultArgs | None = None) -> None:
-        """End the operation, with success if ``fault`` is None, and call the callbacks. Only the
-        first call has an effect.
-        """
+        """End the operation, with success if ``fault`` is None. The first call alone counts."""
         with self._changed:
             if self._done:
                 return
@@ -60,17 +58,17 @@ class PythonCompletion:
         begun = time.monotonic()
         if not (self._done or self.waited_ns):
             self.waited_ns = time.monotonic_ns()
-        while not self._is_done_within(self._look_seconds if timeout < 0 else timeout):
+        while not self._done:
+            with self._changed:
+                limit = self._look_seconds if timeout < 0 else timeout
+                if self._changed.wait_for(lambda: self._done, limit):
+                    break
             if timeout >= 0:
                 return False
             by_rank.look_if_long(begun)
         if self._fault is not None:
             raise Fault(*self._fault)
         return True
-
-    def _is_done_within(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._done, seconds)
 
     def poll(self) -> bool:
         return self.done()
@@ -130,9 +128,6 @@ class TorchCompletion(PythonCompletion):
             self._finish()
         self._watch()
         return super().wait(timeout)
-
-    def poll(self) -> bool:
-        return self.done()
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._watch()

@@ -47,9 +47,7 @@ class Listener(Protocol):
     def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None: ...
     def on_disconnect(self, source: int) -> None: ...
     def on_tick(self) -> bool:
-        """Check operations that wait. Called after every frame and :meth:`ControlChannel.wake`, and
-        every 0.05 s while the result is True.
-        """
+        """Check operations that wait: after every frame and wake, each 0.05 s while it is True."""
         ...
 
 
@@ -63,9 +61,7 @@ class ControlChannel:
         self._ended = False
 
     def start(self, listener: Listener, name: str) -> None:
-        """Start the thread that reads all connections and calls ``listener``; ``name`` is the
-        thread's name.
-        """
+        """Start the thread, of this name, that reads all connections and calls ``listener``."""
         self._thread = threading.Thread(target=self._read, args=(listener,), name=name, daemon=True)
         self._thread.start()
 

@@ -26,9 +26,7 @@ class Fault(Exception):
 
 
 class Completion(Protocol):
-    """A handle on an operation that was handed to an engine: shows whether it is done, and waits
-    for it.
-    """
+    """A handle on an operation that an engine runs: shows whether it is done, and waits for it."""
 
     def done(self) -> bool: ...
     def poll(self) -> bool:
@@ -36,9 +34,7 @@ class Completion(Protocol):
         ...
 
     def wait(self, timeout: float) -> bool:
-        """Block until the operation is done; False if it is not after ``timeout`` seconds
-        (negative: no limit). Raise Fault if it failed.
-        """
+        """Block until it is done; False after ``timeout`` seconds (< 0: no limit), or Fault."""
         ...
 
     def fault(self) -> FaultArgs | None: ...
@@ -49,9 +45,7 @@ class Completion(Protocol):
 
 
 class Engine(Protocol):
-    """A rank's end of a native group: the interface of all engines. It generalises that of
-    ``tilework/_core.pyi``.
-    """
+    """A rank's end of a native group: the interface of all engines, also of ``_core.pyi``."""
 
     #: The exception class of failed operations.
     fault_type: type[Exception]
@@ -77,9 +71,7 @@ class Engine(Protocol):
 
     def sequence(self) -> int: ...
     def last_entered(self) -> list[str]:
-        """A text for each rank of the group about the operation that it entered last, for error
-        messages.
-        """
+        """By group rank: the operation that it entered last, in words for an error."""
         ...
 
     def report_failure(self, text: str) -> None:
@@ -87,9 +79,7 @@ class Engine(Protocol):
         ...
 
     def failure_reports(self, timeout: float) -> list[str | None]:
-        """The text that each rank has passed to :meth:`report_failure`; None for ranks that have
-        passed none within ``timeout`` seconds.
-        """
+        """By group rank: the text of its failure; None if none came in ``timeout`` seconds."""
         ...
 
     def abort(self, kind: str, text: str) -> None: ...
@@ -102,15 +92,11 @@ class Engine(Protocol):
         ...
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
-        """The operation that the calling thread waits in, and the awaited ranks, as from
-        ``waiting`` of a process group.
-        """
+        """The operation that the calling thread waits in, and the awaited group ranks."""
         ...
 
     def sees_messages(self) -> bool:
-        """True if this rank knows of all messages that others have sent; asked again and again, of
-        those sent before it was asked the last time.
-        """
+        """True if this rank knows all messages that were sent before the last such question."""
         ...
 
     def is_owner(self) -> bool:

@@ -68,9 +68,7 @@ class MessageMatcher(Generic[_Message]):
         self._receives: list[Receive] = []
 
     def add_message(self, message: _Message) -> Receive | None:
-        """Pair a message with the first receive that it fits, and return the receive. Without a
-        receive, keep the message, and return None.
-        """
+        """The first receive that fits the message; None keeps the message for a later receive."""
         with self._lock:
             receive = next((r for r in self._receives if self._fits(message, r)), None)
             if receive is None:
@@ -80,9 +78,7 @@ class MessageMatcher(Generic[_Message]):
             return receive
 
     def add_receive(self, receive: Receive) -> _Message | None:
-        """Pair a receive with the first message that fits, and return the message. Without a
-        message, keep the receive, and return None.
-        """
+        """The first message that fits the receive; None keeps the receive for a later message."""
         with self._lock:
             message = next((m for m in self._messages if self._fits(m, receive)), None)
             if message is None:
@@ -100,9 +96,7 @@ class MessageMatcher(Generic[_Message]):
         return bool(self._receives)
 
     def end_receives(self, fault_of: Callable[[Receive], FaultArgs | None]) -> bool:
-        """End the waiting receives that have a fault; True if others, whose message may still come,
-        wait.
-        """
+        """End the receives that have a fault; True if others still wait for a message."""
         with self._lock:
             waiting = list(self._receives)
         for receive in waiting:
@@ -117,8 +111,6 @@ class MessageMatcher(Generic[_Message]):
 
 
 def labels_fit(label: int, receive: Receive) -> bool:
-    """True if a message with ``label`` has the dtype and shape that ``receive`` expects. Labels
-    ANY, and receives without elements, fit all.
-    """
+    """True if a message with ``label`` has the dtype and shape of ``receive``, as far as known."""
     known = ANY not in (label, receive.label) and receive.tensor.numel() > 0
     return label == receive.label or not known

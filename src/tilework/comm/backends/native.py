@@ -270,16 +270,12 @@ class NativeGroup(ProcessGroup):
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 
     def note_failure(self, slot: Slot, error: DistBackendError) -> None:
-        """Enter the failure of an operation into the flight record (of recent operations), and
-        write the record to a file if that is turned on.
-        """
+        """Enter a failure into the flight record, and write that to a file if asked."""
         self.flight.end(slot, f"{type(error).__name__}: {error}")
         note_fault(error)
 
     def note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
-        """Enter into the flight record that ``error`` interrupted an operation, and abort the
-        group: the other ranks cannot finish the operation.
-        """
+        """Enter an interruption into the flight record, and abort: others cannot finish."""
         self.flight.end(slot, f"{type(error).__name__}: the caller was interrupted")
         self.abort(f"{type(error).__name__} in {title}")
 
@@ -303,9 +299,7 @@ class NativeGroup(ProcessGroup):
         return f"{detail}: {_waited(detail)}: {here}.\n{who}.{advice}"
 
     def _mismatch_text(self, place: str, detail: str) -> str:
-        """The error text for a mismatch: the different calls, then where each of them was made, and
-        by which ranks. Asks the other ranks for their calls.
-        """
+        """The different calls, and where which ranks made them. Asks the other ranks."""
         reports = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
         ranks: dict[str, list[int]] = {}
@@ -460,9 +454,7 @@ def _in_words(detail: str) -> str:
 
 
 def _waited(detail: str) -> str:
-    """The words "Timed out waiting …ms" of torch's own groups, which programs look for; the time is
-    taken from ``detail``.
-    """
+    """Torch's words "Timed out waiting …ms", which programs look for; time as in ``detail``."""
     seconds = re.search(r"within ([0-9.e+-]+) s", detail)
     return "Timed out waiting" + (f" {float(seconds[1]) * 1000:g}ms" if seconds else "")
 

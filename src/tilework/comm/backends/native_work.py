@@ -42,23 +42,9 @@ class CallGroup(Protocol):
     unseen_error: DistBackendError | None
     failure_seen: bool
 
-    def explain(self, fault: FaultArgs, title: str, site: str) -> DistBackendError:
-        """Turn a fault of the engine into the error to raise on this rank. Unless the group is
-        aborted or closed already, also abort it.
-        """
-        ...
-
-    def note_failure(self, slot: Slot, error: DistBackendError) -> None:
-        """Enter the failure of an operation into the flight record (of recent operations), and
-        write the record to a file if that is turned on.
-        """
-        ...
-
-    def note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
-        """Enter into the flight record that ``error`` interrupted an operation, and abort the
-        group: the other ranks cannot finish the operation.
-        """
-        ...
+    def explain(self, fault: FaultArgs, title: str, site: str) -> DistBackendError: ...
+    def note_failure(self, slot: Slot, error: DistBackendError) -> None: ...
+    def note_interruption(self, slot: Slot, error: BaseException, title: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -74,9 +60,7 @@ class Effects:
 
     @unseen
     def settle(self) -> None:
-        """Copy the stand-ins to the user's tensors, and raise the versions of the tensors that were
-        written.
-        """
+        """Copy the stand-ins to the user's tensors, and raise the versions of written tensors."""
         for tensor, memory in self.copy_back:
             if not fits_storage(tensor):  # the tensor was resized during the operation
                 continue
@@ -123,9 +107,7 @@ class NativeWork(Work):
 
     @abstractmethod
     def settle(self) -> None:
-        """Copy results to the user's tensors where needed, mark these as written, and record the
-        end. Called once, after a success.
-        """
+        """Copy and mark results, and record the end. Called once, after a success."""
 
     @abstractmethod
     def let_go(self) -> None:
@@ -215,9 +197,7 @@ class NativeWork(Work):
             callback_ended()
 
     def _finish(self, unseen: bool = False) -> None:
-        """Settle an operation that has succeeded, or keep the error of an operation that has
-        failed. Only the first call has an effect. ``unseen``: nobody may wait for the operation.
-        """
+        """Settle the operation or keep its error, once. ``unseen``: nobody may wait for it."""
         with self._lock:
             if self._finished:
                 return
@@ -265,9 +245,7 @@ class EngineWork(NativeWork):
     def start(
         self, submit: Callable[[], Completion], event: profiling.ProfilerEvent | None = None
     ) -> EngineWork:
-        """Call ``submit``, which starts the operation; raise at once if that fails. Returns this
-        Work.
-        """
+        """Call ``submit``, which starts the operation; raise at once if that fails."""
         self._event = event
         try:
             if event is None:

@@ -17,16 +17,12 @@ from tilework.errors import DistBackendError
 
 
 def backend_for(group: ProcessGroup, device_type: str) -> ProcessGroup:
-    """The backend of ``group`` for tensors of ``device_type``; ``group`` itself if it has a single
-    backend, or none for that type.
-    """
+    """The part of ``group`` for tensors of ``device_type``; ``group`` itself if it has none."""
     return group._get_backend(device_type)
 
 
 class DispatchGroup(ProcessGroup):
-    """A group that hands each operation to the backend of the tensors' device type ("cpu",
-    "cuda").
-    """
+    """A group that hands each operation to the backend of the tensors' device type."""
 
     def __init__(self, by_device: dict[str, ProcessGroup]) -> None:
         self.by_device = by_device
@@ -61,9 +57,7 @@ class DispatchGroup(ProcessGroup):
         return None
 
     def _numbered(self, number: int, end: ProcessGroup) -> int:
-        """Turn the number of an operation of the backend ``end`` into a number that no other
-        backend's operation has.
-        """
+        """The number of an operation of ``end``, different from those of other ends."""
         return number * len(self.ends) + self.ends.index(end)
 
     def why_aborted(self) -> DistBackendError | None:
@@ -86,9 +80,7 @@ class DispatchGroup(ProcessGroup):
         return self.by_device.get(torch.device(device).type, self)
 
     def end_for(self, tensors: Iterable[Any]) -> ProcessGroup:
-        """The backend that serves the first tensor found in (nested lists of) ``tensors``, or a
-        ValueError.
-        """
+        """The backend of the first tensor found in (nested) ``tensors``, or a ValueError."""
         device = _device_of(tensors) or next(iter(self.by_device))
         end = self.by_device.get(device)
         if end is None:

@@ -226,9 +226,7 @@ def create_pretend_group(request: DistributedBackendOptions, options: Any) -> Na
 
 
 class _Ended(PythonCompletion):
-    """The completion of an operation that has ended, which notes that the program waits for it at a
-    place of the rank's calls (no pretence: nobody has to wait).
-    """
+    """The completion of an ended operation, which notes the program's wait for it."""
 
     def __init__(self, pretence: Pretence | None = None, place: int = -1, source: int = -1) -> None:
         super().__init__()

@@ -150,9 +150,7 @@ class PythonEngine(ABC):
             del operation, completion  # not kept until the next one comes
 
     def fault_of(self, act: Callable[[], object]) -> FaultArgs | None:
-        """Run ``act`` if the group is open; return the fault, or None. An exception other than
-        Fault aborts the group.
-        """
+        """The fault of ``act``, or None; an exception other than Fault aborts the group."""
         try:
             self.check_open()
             act()

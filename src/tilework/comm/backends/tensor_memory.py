@@ -42,9 +42,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
 @unseen
 def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
-    """The values of ``tensor`` in contiguous memory, with conjugation and negation resolved;
-    complex numbers as pairs of reals if ``as_real``.
-    """
+    """The values in contiguous memory, resolved; complex numbers as pairs if ``as_real``."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if as_real and tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -53,9 +51,7 @@ def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
 
 @unseen
 def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
-    """A contiguous tensor for ``operation`` to write the new values of ``tensor`` to: ``tensor``
-    itself if possible, else new memory that is copied back after the operation.
-    """
+    """``tensor`` if ``operation`` can write to it, else contiguous memory to copy back."""
     memory = tensor.detach()
     if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
         if _overlaps(tensor):
@@ -89,9 +85,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def rows(tensor: Tensor, splits: Sequence[int] | None) -> Parts:
-    """``tensor`` split into ``splits[r]`` rows for each rank r; without splits ``tensor`` itself,
-    which stands for equal parts.
-    """
+    """``tensor`` split into rows for each rank; without splits itself, for equal parts."""
     return unseen(torch.split)(tensor, list(splits)) if splits else tensor
 
 
@@ -136,9 +130,7 @@ def _check_outputs(operation: Operation, outputs: list[Span]) -> None:
 
 
 def _belong_together(i: int, o: int, inputs: list[Span], outputs: list[Span], rank: int) -> bool:
-    """True if input ``i`` and output ``o`` belong to the same rank. A single input or output
-    belongs to this rank, ``rank``.
-    """
+    """True if input ``i`` and output ``o`` are of one rank; a single part is of this ``rank``."""
     return (i if len(inputs) > 1 else rank) == (o if len(outputs) > 1 else rank) or (
         len(inputs) == len(outputs) == 1
     )

@@ -57,9 +57,7 @@ class Builder(Protocol):
     """An object that makes the group of a decision, and drops it if another member fails."""
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        """Make the group, together with the other members; return the reason of a failure, or None
-        on success.
-        """
+        """Make the group with the other members; return why that failed, or None."""
         ...
 
     def discard(self) -> None:

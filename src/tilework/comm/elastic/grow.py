@@ -63,9 +63,7 @@ class Admission:
 
 
 def tickets_waiting(group: ProcessGroup) -> bool:
-    """True if ranks that were started again wait to be let into the group. Local; asks the job's
-    store once.
-    """
+    """True if ranks wait to be let into the group again. Local; asks the job's store once."""
     return bool(TicketStore(current_world().record(group).store).tickets())
 
 
@@ -156,9 +154,7 @@ class _SomebodyLeft:
 
 
 def _offer(world: World, group: ProcessGroup, ticket_store: TicketStore) -> dict[str, Any] | None:
-    """The plan (:class:`Admission`, as a dict) of a group with all newcomers that wait and live;
-    None if there are none. Runs on rank 0.
-    """
+    """The :class:`Admission` of all live newcomers as a dict; None without any. On rank 0."""
     registers = group.registers
     assert registers is not None
     seats = world.seats or tuple(range(group.size()))

@@ -43,9 +43,7 @@ class Registers(ABC):
 
     @abstractmethod
     def leave(self, rank: int) -> None:
-        """Write that ``rank`` has left the group, if that is possible without waiting, and release
-        the registers.
-        """
+        """Write that ``rank`` has left, if possible without waiting; release the registers."""
 
 
 class StoreRegisters(Registers):
@@ -129,9 +127,7 @@ def left_key(rank: int) -> str:
 
 
 def identity_key(rank: int) -> str:
-    """The key of the register with the identity of ``rank``, by which other ranks see that it has
-    ended.
-    """
+    """The register with the identity of ``rank``, which shows others whether it has ended."""
     return f"who/{rank}"
 
 

@@ -39,9 +39,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
 class GroupLosses:
-    """A function that returns the members of a set of ranks that have ended or left a group. A lost
-    rank stays lost.
-    """
+    """Returns the given ranks that have ended or left a group; a lost rank stays lost."""
 
     def __init__(self, group: ProcessGroup, registers: Registers) -> None:
         self._group, self._registers = group, registers
@@ -64,9 +62,7 @@ def participant_of(group: ProcessGroup, registers: Registers, patience: float) -
 
 
 def drive(steps: Steps[T]) -> T:
-    """Run the steps of a protocol to the end, sleep where they ask for a pause, and return the
-    result. Blocks.
-    """
+    """The result of a protocol, run to the end, with sleeps where it asks for a pause. Blocks."""
     pause = _FIRST_PAUSE
     while True:
         try:
@@ -88,9 +84,7 @@ _PAUSE_SECONDS = 0.005
 
 
 def answers_soon(store: Store) -> bool:
-    """True if the store's server answers within a second; False if its process has ended or was
-    stopped.
-    """
+    """True if the store's server answers within a second: it has not ended or stopped."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -107,9 +101,7 @@ def answers_soon(store: Store) -> bool:
 
 
 def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore:
-    """Serve a new store from this process, and write the address to register ``key``, where the
-    other ranks read it. Local.
-    """
+    """Serve a new store, and write the address to register ``key`` for the other ranks. Local."""
     secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
     store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
     registers.write(key, f"{name} {secret.hex()}")
@@ -119,9 +111,7 @@ def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore
 def find_served_store(
     registers: Registers, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
 ) -> UnixStore:
-    """Connect to the store whose address another rank writes to register ``key``; wait for the
-    address up to ``limit`` seconds, or until ``check`` raises.
-    """
+    """Connect to the store whose address appears in register ``key`` within ``limit`` seconds."""
     deadline = time.monotonic() + limit
     while (text := registers.read(key)) is None:
         check()
@@ -181,9 +171,7 @@ class _Shrinking:
         self._group: ProcessGroup | None = None
 
     def run(self, excluded: Sequence[int]) -> ProcessGroup:
-        """Agree with the other ranks, and replace the old group by the new group. Blocks.
-        ``excluded``: group ranks to leave out.
-        """
+        """Agree with the other ranks, none of ``excluded``, on the new group. Blocks."""
         candidates = [rank for rank in range(self._old.size()) if rank not in excluded]
         rounds = len(candidates) + _SPARE_ROUNDS
         try:
@@ -209,9 +197,7 @@ class _Shrinking:
         return self._adopt(self._group, decision)
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        """Make the group of ``decision`` within a limited time; return the reason of a failure, or
-        None on success.
-        """
+        """Make the group of ``decision`` within a limited time; return why that failed, or None."""
         try:
             self._group = self._make(decision)
         except (DistError, OSError) as error:
@@ -229,9 +215,7 @@ class _Shrinking:
         self._group = self._served = None
 
     def remark(self) -> str:
-        """The store that the new group should use: the old store if it answers to this rank, else a
-        new store.
-        """
+        """The store for the new group: the old store if it answers here, else a new store."""
         return OLD_STORE if answers_soon(self._record.store) else NEW_STORE
 
     def _make(self, decision: Decision) -> ProcessGroup:

@@ -22,9 +22,7 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.3
 
 
 class WatchedStore(PrefixStore):
-    """``store`` under a prefix. While a call waits for keys, it calls ``check`` repeatedly, which
-    may raise to end the wait.
-    """
+    """``store`` under a prefix, whose waits call ``check``, which may raise to end them."""
 
     def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
         super().__init__(prefix, store)
@@ -84,9 +82,7 @@ def while_looking(act: Callable[[], T], store: Store) -> T:
 
 
 def look(store: Store) -> None:
-    """Raise if waiting for other ranks is futile, by the check of the :class:`WatchedStore` that
-    ``store`` is or wraps; do nothing for other stores.
-    """
+    """Call the check of the :class:`WatchedStore` that ``store`` is or wraps, if any."""
     if isinstance(store, WatchedStore):
         store.look()
     elif isinstance(store, PrefixStore):

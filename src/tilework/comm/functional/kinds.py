@@ -31,9 +31,7 @@ _FACTOR = "premul_sum*"
 
 @constant
 def op_text(op: AnyReduceOp | str) -> str:
-    """``op`` as text that :func:`reduction` reads, like "sum" or "premul_sum*0.5"; raises for
-    others.
-    """
+    """``op`` as text that :func:`reduction` reads, as "premul_sum*0.5"; raises for others."""
     if isinstance(op, str):
         return op_text(reduction(op.lower()))
     if isinstance(op, RedOpType):

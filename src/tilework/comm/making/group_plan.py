@@ -37,9 +37,7 @@ from tilework.store.internal import answers_within
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The way to wait for other ranks while a group is made: a check for lost ranks, and a time
-    limit.
-    """
+    """A check for lost ranks and a time limit, for waits while a group is made."""
 
     #: Called repeatedly while this rank waits for others; an exception ends the wait.
     check: Callable[[], None]
@@ -112,9 +110,7 @@ class GroupPlan:
         return group, config, backend
 
     def introduce(self, config: BackendConfig, registers: Registers | None = None) -> Registers:
-        """Write this rank's identity into the group's registers, where other ranks look whether
-        this rank has ended.
-        """
+        """Write this rank's identity into the registers, for others to see whether it ended."""
         registers = registers or StoreRegisters(PrefixStore(f"{self.name}/registers", self.store))
         registers.write(identity_key(self.group_rank), identity_on(config))
         return registers
@@ -152,9 +148,7 @@ class GroupPlan:
 
 
 def identity_on(config: BackendConfig) -> str:
-    """A text that identifies this rank's thread (on backend ``threads``) or process, by which other
-    ranks see whether it has ended.
-    """
+    """This rank's thread (on ``threads``) or process, as a text that shows whether it ended."""
     threads = Backend.THREADS in config.get_device_backend_map().values()
     return thread_identity() if threads else process_identity()
 

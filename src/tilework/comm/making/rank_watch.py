@@ -38,9 +38,7 @@ _DOUBT_SECONDS = 0.8
 
 
 class RankWatch:
-    """The watch of a rank over the other ranks of the job, by a store that only ranks of this job,
-    and of this attempt to form it, use.
-    """
+    """A rank's watch over the others, by a store for this job and this attempt to form it."""
 
     def __init__(self, store: Store, rank: int, size: int, identity: str) -> None:
         self._store = PrefixStore("ranks", store)
@@ -70,9 +68,7 @@ class RankWatch:
         self.given_up = ""
 
     def lost(self) -> set[int]:
-        """The ranks that have ended. Asks the store, and the system; a StoreTimeoutError if the
-        store does not answer and no rank is known to be lost.
-        """
+        """The ranks that ended, or a StoreTimeoutError if the store is mute and none is known."""
         ended: set[int] = set()
         try:
             if self._store.check([_GONE]):
@@ -133,18 +129,14 @@ class RankWatch:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def close(self) -> None:
-        """Stop taking part: ranks that still watch will not count the end of this rank as a loss.
-        Idempotent.
-        """
+        """Take part no longer: the end of this rank is then no loss to others. Idempotent."""
         revoke, self._revoke = self._revoke, None
         if revoke is not None:
             with contextlib.suppress(DistError, OSError):
                 revoke()
 
     def _neighbours(self) -> Collection[int]:
-        """The ranks that this rank asks the system about: up to 16 ranks that have come, following
-        this rank in cyclic order.
-        """
+        """Up to 16 following ranks that have come, which this rank asks the system about."""
         others = sorted(self._identities, key=lambda rank: (rank - self._rank) % self._size)
         return [rank for rank in others if rank != self._rank][:BLOCK]
 
@@ -196,7 +188,5 @@ class RankWatch:
         return ended
 
     def _are_all_at(self, arrivals: Arrivals) -> bool:
-        """True if each rank of the job has made exactly one store, by the count ``arrivals`` of the
-        store's server.
-        """
+        """True if each rank made exactly one store, by the server's count ``arrivals``."""
         return {arrivals.expected, arrivals.came} == {self._size}

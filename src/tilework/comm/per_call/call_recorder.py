@@ -82,9 +82,7 @@ def is_hidden() -> bool:
 
 
 def refuse_count(name: str) -> None:
-    """Raise CaptureError if this thread records, because ``name``, the caller, differs from step to
-    step.
-    """
+    """Raise CaptureError if this thread records: ``name``, which counts, differs by step."""
     if _recording.recorder is not None:
         raise CaptureError(
             f"{name} counts steps, and does not do the same in each step, but a captured program "

@@ -123,9 +123,7 @@ def follow(tell: Callable[[bool], None]) -> None:
 
 
 class ProfilerEvent:
-    """A context manager for an operation's event, which counts the bytes of tensors that the
-    operation reads on this rank, or else writes.
-    """
+    """A context manager for an operation's event, with the bytes that this rank reads or writes."""
 
     __slots__ = ("_facts", "_name", "_record", "_tensors")
 

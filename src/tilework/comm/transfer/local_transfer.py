@@ -20,9 +20,7 @@ MOVED = frozenset(_INTEGER_OF_SIZE.values())
 
 
 class LocalTiles:
-    """The tensors of one rank for each tile of ``tiling.of(rank)``, viewed as a dtype with elements
-    of the same size.
-    """
+    """A rank's tensors for each tile of ``tiling.of(rank)``, viewed as a dtype of equal size."""
 
     def __init__(
         self, tiling: Tiling, rank: int, tensors: Sequence[Tensor], dtype: torch.dtype

@@ -127,9 +127,7 @@ def _part_of(box: Box, block: Block) -> Box:
 def region_shares(
     pieces: Sequence[Piece], rounds: int, regions_of: Callable[[int], list[list[Box]]]
 ) -> list[list[PieceRange]]:
-    """For each round, the parts of the pieces that lie in the round's region of the target tile, of
-    which ``regions_of`` gives the regions by the tile's index.
-    """
+    """For each round, the parts of pieces in the round's region (``regions_of``) of their tile."""
     result: list[list[PieceRange]] = [[] for _ in range(rounds)]
     for piece in pieces:
         for number, boxes in enumerate(regions_of(piece.dst_tile)):

@@ -53,9 +53,7 @@ class Looker(Protocol):
 
 
 def look_while_waiting(kind: type[Looker]) -> None:
-    """Have every thread that waits long call ``look`` of the rank's object of class ``kind``, which
-    is made when needed. Idempotent.
-    """
+    """Have threads that wait long call ``look`` of the rank's ``kind`` object. Idempotent."""
     add_function(_look_of(kind))
 
 
@@ -96,10 +94,7 @@ def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageW
 
 
 def operation_name(group: ProcessGroup, number: int, entry: Entry | None = None) -> str:
-    """A text for a person about the operation ``number`` of ``group`` that the calling thread waits
-    in: name, place in the program, group. ``entry``: the operation's entry in the flight record, if
-    known.
-    """
+    """The title, place and group of the operation that this thread waits in (its ``entry``)."""
     if entry is None:
         running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
         last = running[-1] if running else None

@@ -176,9 +176,7 @@ class CyclicWaits:
             self._over = False
 
     def look(self, world: World) -> None:
-        """Have the calling thread's wait published if other ranks may be waiting for this rank, or
-        if it is a long wait for a message. Runs on the waiting thread.
-        """
+        """Have a long wait published if others may wait for this rank. On the waiting thread."""
         now = time.monotonic()
         if now < self._next:
             return

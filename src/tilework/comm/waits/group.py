@@ -108,9 +108,7 @@ class GroupWait:
         self._next_look = time.monotonic() + self._pause
 
     def fail(self, error: BaseException) -> DistError | None:
-        """Tell the other ranks why this rank cannot make the group. Never raises. Returns another
-        rank's earlier error, or None.
-        """
+        """Tell others of a failure; return another's earlier error, or None. Never raises."""
         kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
         )
@@ -160,9 +158,7 @@ class GroupWait:
         return failed
 
     def explain(self, error: DistNetworkError) -> DistError:
-        """The error to raise when the store is lost: names the ranks that have ended, or gives the
-        reason of an abort, if that is known; else ``error`` itself.
-        """
+        """The error for a lost store: ranks that ended, or an abort if known; else ``error``."""
         aborted = self.groups[0].why_aborted() if self.groups else None
         if aborted is not None:  # perhaps the abort has ended that rank
             return aborted

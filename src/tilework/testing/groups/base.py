@@ -48,9 +48,7 @@ def needs(*promises: Capability) -> Callable[[Tests], Tests]:
 
 
 def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that each of ``count`` ranks (None: of the test's argument ``n``)
-    runs, with the rank as the first argument.
-    """
+    """Make a test of a function that ``count`` ranks (None: the test's ``n``) run by rank."""
 
     def test_of(body: Callable[..., None]) -> Callable[..., None]:
         def test(self: GroupSuite, **given: Any) -> None:

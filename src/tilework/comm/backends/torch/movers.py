@@ -16,9 +16,7 @@ _NEVER_SENT = 0x7FFF_FFFE
 
 
 class Mover:
-    """A rank's end of a group on ``backend``: an object of torch, or with the same ``send`` and
-    ``recv``. It moves data, and knows nothing of faults.
-    """
+    """Moves a rank's data by ``backend``, an object of torch or alike; knows nothing of faults."""
 
     #: True if an operation ends on a thread that waits, False if on a device's streams.
     blocks = True
@@ -66,9 +64,7 @@ class StreamMover(Mover):
 
 
 def end_connections(backend: Any, rank: int, size: int) -> None:
-    """Make every wait on a Gloo object fail, here and at the other ends, by a wait that times out,
-    which closes all connections. Nothing else does.
-    """
+    """Make every wait on Gloo fail at both ends: only a wait that times out does this."""
     for peer in (other for other in range(size) if other != rank):
         nothing = torch.empty(1, dtype=torch.uint8)
         try:

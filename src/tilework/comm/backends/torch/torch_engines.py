@@ -181,9 +181,7 @@ class NcclGroup(EngineGroup):
 
 
 def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -> Any:
-    """Torch's Gloo object for a group, listening at an address (None: Gloo finds it). Collective
-    over its ranks; blocks until all are connected.
-    """
+    """Torch's Gloo object for a group, at ``address`` (None: it finds one). Collective; blocks."""
     store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
     _check_transport()
     if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
