@@ -243,14 +243,10 @@ def _record(
 
 
 class _Needing:
-    """The tensors that need gradients, and which gradients come first.
+    """The tensors ``needed`` that need gradients, and which gradients come first.
 
-    Args:
-        needed: The tensors, as found in the recorded call.
-        outs: The results that require gradients, with graphs.
-        joint: The record of both passes.
-        leaves: The leaves of the recorded call's arguments.
-        cuts: True if the gradients of arguments come first; else all do.
+    ``outs`` are the results that require gradients, with graphs; ``joint`` is the record of both
+    passes. With ``cuts`` the gradients of arguments come first; else all do.
     """
 
     def __init__(
@@ -487,22 +483,13 @@ def _with_zeros(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 class CutCall:
-    """A call of a program whose gradients of arguments may come before the others.
-
-    Args:
-        node: The call in autograd's graph.
-        needed: The tensors that need gradients.
-    """
+    """A call of a program, ``node`` of the graph, whose gradients of arguments may come first."""
 
     def __init__(self, node: Any, needed: Sequence[Tensor]) -> None:
         self._node, self._needed = node, needed
 
     def input_gradients(self, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-        """The arguments that need gradients, with these; ``backward()`` then gives the others.
-
-        Args:
-            grads: The gradients of the results that require gradients, in order; None: without.
-        """
+        """The arguments that need gradients, with these, by the results' ``grads`` or without."""
         node, passes = self._node, self._node.passes
         with torch.no_grad():
             made, given = passes.run_first(_saved_of(node), _with_zeros(node, grads))

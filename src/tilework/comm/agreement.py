@@ -40,16 +40,6 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
         make: Makes this rank's contribution, without communication. It must be plain data (numbers,
             strings, containers of them); other data is refused. If all ranks contribute equal data,
             the result repeats this rank's object, without copies.
-
-    Raises:
-        Exception: ``make`` raised, here or on another rank.
-
-    Example:
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     return agree(lambda: rank * 10)
-        >>> run_ranks(3, program)[0]
-        [0, 10, 20]
     """
     pg = member(group, "agree")
     if pg is None:

@@ -6,11 +6,9 @@ import enum
 
 
 class Capability(enum.Enum):
-    """A promise of the process-group contract that a backend is allowed not to keep.
+    """A promise of the contract that a backend need not keep, if the class lists it in ``lacks``.
 
-    A backend's class lists in ``lacks`` the promises that it does not keep. The contract's test
-    suite (:mod:`tilework.testing.groups`) skips the tests of these promises; each skip names the
-    promise.
+    The contract's test suite (:mod:`tilework.testing.groups`) skips the tests of these promises.
     """
 
     #: Operations on tensors of different sizes raise NotImplementedError.

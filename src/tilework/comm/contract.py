@@ -181,15 +181,7 @@ class Options:
 
 
 def seconds_of(timeout: timedelta) -> float:
-    """A timeout in seconds.
-
-    Raises:
-        TypeError: The timeout is not a timedelta.
-
-    Example:
-        >>> seconds_of(timedelta(minutes=2))
-        120.0
-    """
+    """A timeout in seconds, or a TypeError if it is not a timedelta."""
     if not isinstance(timeout, timedelta):
         raise TypeError(
             f"timeout must be a datetime.timedelta, got {timeout!r}; "

@@ -47,13 +47,8 @@ class PretendedCall(NamedTuple):
 
 
 class MeetingCost(NamedTuple):
-    """The cost of one meeting of ranks, in which nobody waits long enough to look around.
-
-    Attributes:
-        ranks: The global ranks that meet.
-        requests: The requests to the store, of all these ranks.
-        most: The most requests of a rank.
-        connections: The connections to the store that these ranks open.
+    """The cost of one meeting of ``ranks``, in which nobody waits long enough to look around:
+    all requests to the store, the ``most`` of a rank, and the connections that are opened.
     """
 
     ranks: tuple[int, ...]

@@ -113,19 +113,6 @@ class carrying:
         operator: The operator or method that calls the collectives, unless an enclosing block names
             one; or an object whose str() is the purpose, for collectives without a DTensor.
         tensor: The tensor that moves; errors name it by str().
-
-    Example:
-        >>> import torch
-        >>> import tilework.distributed as dist
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     try:
-        ...         with carrying(rank + 1):
-        ...             dist.all_reduce(torch.zeros(1))
-        ...     except dist.CollectiveMismatchError:
-        ...         return "they mean different tensors"
-        >>> run_ranks(2, program)[0]
-        'they mean different tensors'
     """
 
     __slots__ = ("before", "digest", "operator", "tensor")

@@ -209,10 +209,10 @@ class World(_Slots):
             record.group.close()
 
     def succeed(self, group: ProcessGroup, seats: tuple[int, ...]) -> None:
-        """Make ``group`` the default group after ranks got new numbers; close all other groups.
+        """Make ``group`` the default group, of ranks with new numbers; close all other groups.
 
-        ``seats`` holds the number that each rank was started with. Objects of :meth:`state` are
-        asked to forget the old groups, by ``forget_groups()``.
+        ``seats`` has the number that each rank was started with. Objects of :meth:`state` have to
+        ``forget_groups()``.
         """
         for known in reversed(list(self.records)):
             if known is not group:
@@ -229,10 +229,9 @@ class World(_Slots):
                 state.forget_groups()
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The object of class ``kind`` that a higher layer keeps for this rank.
+        """The object of class ``kind`` that a higher layer keeps for this rank; made when needed.
 
-        ``kind()`` makes the object at the first call. The object outlives the groups, and is closed
-        with the World if it has a method ``close``.
+        It outlives the groups, and is closed with the World if it has a method ``close``.
         """
         state = self.states.get(kind)
         if state is None:
@@ -253,8 +252,6 @@ class World(_Slots):
 
     def close(self) -> None:
         """Close every group, newest first, and the store. Idempotent.
-
-        Objects of :meth:`state` are asked to forget the groups, as by :meth:`succeed`.
 
         Raises:
             DistBackendError: A group's asynchronous operation failed, and no call has raised that.
@@ -393,13 +390,9 @@ def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
 
 
 def native_group(group: Any) -> ProcessGroup | NonMember:
-    """The tilework group that ``group`` means: ``group`` itself if it is a tilework group.
+    """The tilework group that ``group`` means, for torch's group the group that runs it. Local.
 
-    For a process group of torch.distributed it is the tilework group that runs the operations.
-    Local.
-
-    Raises:
-        TypeError: The argument is not a group, or is torch's group on torch's own backend.
+    Raises TypeError for anything else, such as torch's group on torch's own backend.
     """
     if isinstance(group, ProcessGroup | NonMember):
         return group

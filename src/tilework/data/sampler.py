@@ -228,10 +228,7 @@ def divide(
     """Divide rows among the ranks of a group or mesh, once all have given equal ``facts``.
 
     Collective over these ranks; blocks. Without a group and a mesh: all ranks, or this process.
-
-    Raises:
-        ValueError: Both a group and a mesh are given, this rank is in neither, or facts differ.
-        Exception: ``facts`` raised, here or on another rank.
+    Raises what ``facts`` raised, and ValueError for both of them, or outside, or unequal facts.
     """
     if group is not None and mesh is not None:
         raise ValueError("give a group or a mesh to divide the rows by, not both")

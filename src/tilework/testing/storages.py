@@ -33,11 +33,7 @@ class StorageContract(ABC):
 
     @abstractmethod
     def storage(self, folder: Path) -> Storage:
-        """A storage whose folder does not exist yet; the same place for the same argument.
-
-        Args:
-            folder: An empty directory, which the storage may use.
-        """
+        """A storage in ``folder``, which is empty; the same place for the same argument."""
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Storage:

@@ -108,11 +108,8 @@ class StoreContract(ABC):
     def open_pair(self, folder: Path) -> AbstractContextManager[Pair]:
         """A context manager that opens two handles of one empty store, and closes both on exit.
 
-        A key set through one handle can be read through the other. A store that cannot be opened
-        twice may give the same object as both handles.
-
-        Args:
-            folder: An empty directory for the store's files.
+        A key set through one handle can be read through the other; both may be the same object.
+        ``folder`` is an empty directory for the store's files.
         """
 
     @pytest.fixture

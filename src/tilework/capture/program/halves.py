@@ -11,16 +11,11 @@ from tilework.capture.program.merging import HeldBack, Touched
 def cut_backward(
     given: Sequence[Value], instructions: Sequence[Instruction], wanted: Sequence[Value]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """The instructions that some values need, and the others, each in order. Local.
+    """The instructions that the ``wanted`` values need, and the others, each in order. Local.
 
     Other programs may run between the two. So random draws, calls and checks are all in the first
-    part, with what must precede them. An instruction that writes to a gradient from outside keeps
-    the whole together, since gradients may share memory.
-
-    Args:
-        given: The gradients from outside.
-        instructions: The backward pass.
-        wanted: The values that come first.
+    part, with what must precede them. An instruction that writes to a gradient from outside
+    (``given``) keeps the whole together, since gradients may share memory.
     """
     outside = {value.memory for value in given}
     if any(not outside.isdisjoint(each.writes) for each in instructions):

@@ -218,12 +218,8 @@ class Compiled:
     def function_for(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> Callable[..., Any]:
         """The program for inputs like these, with these constants; compiled now or before.
 
-        The function takes the inputs, the options and each group's digest, and returns the values
-        that outlive the call.
-
-        Raises:
-            CaptureError: The program writes to an input that is not contiguous, and whose shape is
-                not the same in all records.
+        It takes the inputs, the options and each group's digest; it returns the values that outlive
+        the call. A CaptureError if it writes to an input that is not contiguous, of several shapes.
         """
         if not all(inputs[i].is_contiguous() for i in self._written):
             raise CaptureError("the program writes to an input that is not contiguous")

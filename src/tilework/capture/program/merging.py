@@ -32,11 +32,9 @@ _IN_ORDER: dict[str, tuple[str, ...]] = {
 
 
 class Touched:
-    """The values and the memory that instructions read and write.
+    """The values and memory that instructions read and write; ``each`` is the first, if any.
 
-    Args:
-        each: The first instruction; None: nothing yet.
-        is_free: True if the instruction, a collective, may change places with other collectives.
+    ``is_free``: this collective may change places with other collectives.
     """
 
     def __init__(self, each: Instruction | None = None, is_free: bool = False) -> None:

@@ -100,7 +100,7 @@ _READS: dict[str, Callable[[StatePlace], Any]] = {
 
 
 class Argument:
-    """The place of a tensor in a call's arguments: the leaf ``number``, or its local tensor."""
+    """The place of a tensor in arguments: the leaf of this number, or the local tensor there."""
 
     __slots__ = ("is_dtensor", "number")
 

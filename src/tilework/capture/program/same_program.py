@@ -123,11 +123,11 @@ _MESSAGES = 1 << 40
 
 @dataclass
 class Digests:
-    """The digests of a program's collectives.
+    """The digests of a program's collectives, for each group in the order of the program.
 
     Attributes:
-        bases: For each group, in the order of the program, a digest of all of the collectives.
-        collectives: For each group, the texts of the collectives, in order.
+        bases: A digest of all of a group's collectives.
+        collectives: The texts of a group's collectives, in order.
         ranks: The ranks that run the step.
         number: The number of the comparison, the same on all ranks.
     """

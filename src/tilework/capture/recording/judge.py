@@ -68,11 +68,8 @@ def check_new(
 def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], since: int) -> Any:
     """Run the step itself on the real state, and the record on copies, and compare. Collective.
 
-    ``since`` is the number of the last call that was checked. Returns the step's result.
-
-    Raises:
-        CaptureError: On all ranks of the record's groups: a rank's record gives something else than
-            the step. The step's effects stay, the record's are discarded.
+    ``since`` is the number of the last call that was checked. If a rank's record gives something
+    else, a CaptureError raises on all ranks of the record's groups, and the step's effects stay.
     """
     result, wrong = compared_call(record, call, inputs)
     if wrong is None and not record.state_holds(is_after=True):

@@ -118,14 +118,10 @@ class ControlChannel:
 
 
 def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, socket.socket]:
-    """Connect this rank to all other ranks; return the connections by group rank, whose timeouts
-    the caller sets.
+    """The connections to all other ranks by group rank, without timeouts. Collective; blocks.
 
-    Collective; blocks until all ranks came. Only a process that knows the job's secret, and has
-    read the group's nonce in the store, is let in.
-
-    Raises:
-        DistBackendError: Some ranks did not come in time, or cannot be reached.
+    Only a process that knows the job's secret, and has read the group's nonce in the store, is let
+    in. A DistBackendError names ranks that did not come in time, or cannot be reached.
     """
     rank, size, store = request.group_rank, request.group_size, request.store
     deadline = time.monotonic() + request.timeout.total_seconds()

@@ -53,12 +53,10 @@ _Message = TypeVar("_Message", bound=MatchedMessage)
 
 
 class MessageMatcher(Generic[_Message]):
-    """The unmatched messages for one rank, and the rank's unmatched receives.
+    """The unmatched messages for one rank, and the rank's unmatched receives. For any thread.
 
-    Without ``by_tag``, tags are ignored: messages between two ranks are in order.
-
-    Receives are paired in the order posted, with messages in the order added. May be used from any
-    thread.
+    Receives are paired in the order posted, with messages in the order added. Without ``by_tag``,
+    tags are ignored: messages between two ranks are in order.
     """
 
     def __init__(self, by_tag: bool = True) -> None:

@@ -14,11 +14,7 @@ def reachable_address(store: Store) -> str:
 
 
 def address_towards(store: Store) -> str | None:
-    """This host's address on the network that leads to the store's host; None if unknown.
-
-    The address is found from the route to the store's host, if the store is served over TCP.
-    Nothing is sent.
-    """
+    """This host's address on the route to the host that serves the store; None if unknown."""
     store = getattr(store.whole, "torch_store", store.whole)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if not isinstance(host, str) or not isinstance(port, int):

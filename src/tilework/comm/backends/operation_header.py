@@ -40,12 +40,10 @@ def message_label(tensor: Tensor) -> int:
 
 
 def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
-    """The label (a number for dtype and shape) by which ranks compare their tensors in an
-    operation.
+    """The label (a number for dtype and shape) by which ranks compare their tensors.
 
     ``tensor`` has the shape that all ranks share: the input, or the output if ranks receive parts;
-    ``alike``: so have all parts that this rank knows of. :func:`labels_agree` compares the labels
-    of all ranks; the label ANY agrees with all.
+    ``alike``: so have all parts that this rank knows of. See :func:`labels_agree`.
     """
     if tensor is None:
         return _START
@@ -193,11 +191,7 @@ def _counts_expected(op: Operation, rank: int, size: int) -> list[int]:
 
 
 def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
-    """Compare the headers of all ranks; return the ranks that disagree, and the difference as a
-    text: () and "" if none does.
-
-    A rank disagrees with rank 0, or two ranks disagree about the size of what they exchange.
-    """
+    """The ranks that disagree with rank 0, or in a pair's sizes, and how; () and "" if none do."""
     size, count = len(headers), len(_FIELDS)
     for i in (i for i in range(count) if i != _LABEL):
         odd = [rank for rank, header in enumerate(headers) if header[i] != headers[0][i]]

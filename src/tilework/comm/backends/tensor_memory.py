@@ -26,8 +26,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function``, with which a backend computes: the program's modes, which see operators
-    (``FlopCounterMode``, selective checkpointing), do not see those of the function.
+    """Wrap ``function``, of whose operators the program's modes (``FlopCounterMode``) see nothing.
 
     Backends compute different things for one call: the last rank to come may compute for all.
     """
@@ -90,11 +89,9 @@ def rows(tensor: Tensor, splits: Sequence[int] | None) -> Parts:
 
 
 def check_overlaps(operation: Operation, rank: int, size: int) -> None:
-    """Refuse (ValueError) outputs that share memory, with each other or with inputs, except exactly
-    in place.
+    """Refuse (ValueError) outputs that share memory with each other or with inputs.
 
-    In place means that an output is the input of the same rank. The operation then reads the input
-    before it writes the output.
+    Exactly in place, an output is the input of the same rank, which the operation reads before.
     """
     device = operation.device
     outputs = _spans(operation.outputs, operation.kind in MANY_OUTPUTS, size)

@@ -29,13 +29,7 @@ _EVENTS: Final = "events"
 
 @dataclass(frozen=True)
 class Ticket:
-    """A newcomer's request to be let in.
-
-    Attributes:
-        token: A random text that names the ticket.
-        seat: The rank that the newcomer was started as.
-        identity: The newcomer's process, as the other ranks can watch it.
-    """
+    """A newcomer's request to be let in: a random token, the seat, and the process's identity."""
 
     token: str
     seat: int

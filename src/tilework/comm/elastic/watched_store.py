@@ -56,10 +56,9 @@ class WatchedStore(PrefixStore):
 
 
 def while_looking(act: Callable[[], T], store: Store) -> T:
-    """Run ``act()``, which may wait long for other ranks, on another thread, and return the result.
+    """The result of ``act()``, which may wait long for other ranks, and runs on another thread.
 
-    Meanwhile the calling thread calls :func:`look` repeatedly. If that raises, because waiting is
-    futile, the other thread is abandoned.
+    Meanwhile the calling thread calls :func:`look`; if that raises, the other thread is abandoned.
     """
     future: Future[T] = Future()
 

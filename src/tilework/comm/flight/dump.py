@@ -35,10 +35,9 @@ _OWN_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), ""
 
 
 def note_fault(cause: BaseException | str) -> None:
-    """Write the calling rank's flight record, because of the fault ``cause``. For error paths.
+    """Write the calling rank's flight record because of ``cause``, if TILEWORK_FLIGHT_DIR is set.
 
-    Does nothing unless TILEWORK_FLIGHT_DIR names a folder. Never raises and never blocks on other
-    ranks.
+    Never raises and never blocks on other ranks.
     """
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if not folder:

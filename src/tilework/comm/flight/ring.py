@@ -164,18 +164,8 @@ def capacity_setting() -> int:
 class Ring:
     """The last operations of one rank in one group. May be used from any thread.
 
-    Args:
-        capacity: The number of operations to keep, at least 1; as many older operations that still
-            run may be kept besides. None: TILEWORK_FLIGHT_ENTRIES, or 256 if unset.
-
-    Example:
-        >>> ring = Ring(2)
-        >>> slot = ring.begin(("all_reduce", "torch.float32", (), [(2, 3)], None, None))
-        >>> [entry.outcome for entry in ring.entries()]
-        ['running']
-        >>> ring.end(slot)
-        >>> [(entry.number, entry.what, entry.outcome) for entry in ring.entries()]
-        [(1, 'all_reduce float32 [2, 3]', 'done')]
+    ``capacity`` operations are kept (None: TILEWORK_FLIGHT_ENTRIES, or 256), and as many older
+    operations that still run.
     """
 
     __slots__ = ("_late", "_numbers", "_slots", "_tail")

@@ -114,17 +114,7 @@ def _any_between(moments: Sequence[float], start: float, end: float) -> bool:
 
 
 def stragglers(times: Mapping[int, Mapping[int, float]]) -> list[Straggler]:
-    """The stragglers among the ranks, the slowest first.
-
-    Args:
-        times: :func:`own_times` of each rank.
-
-    Example:
-        >>> own = {0: 0.01, 1: 0.03, 2: 0.01}
-        >>> times = {rank: dict.fromkeys(range(2, 12), own[rank]) for rank in own}
-        >>> [(one.rank, round(one.ratio, 1)) for one in stragglers(times)]
-        [(1, 3.0)]
-    """
+    """The stragglers among the ranks, by the :func:`own_times` of each; the slowest first."""
     if len(times) < 2:
         return []
     common = set.intersection(*(set(own) for own in times.values()))

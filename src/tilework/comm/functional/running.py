@@ -348,12 +348,7 @@ def _member(group: Any) -> ProcessGroup:
 def named(
     group: AnyGroup | str | MeshLike | tuple[MeshLike, int | str] | Sequence[int],
 ) -> GroupOrName:
-    """The group that a ``group`` argument stands for; under torch.compile, the group's name.
-
-    Raises:
-        ValueError: This rank is not in the group, or no group has that name.
-        TypeError: The argument is not a group, or is torch's group on torch's own backend.
-    """
+    """The group that ``group`` stands for, in a trace its name; raises if this rank is outside."""
     if torch.compiler.is_compiling():
         if group is None:
             return _default_name()

@@ -12,11 +12,7 @@ from tilework.store import HashStore, Store
 
 
 class _PeersStore(HashStore):
-    """A store at which each peer does as the caller does: those before it have, the others will.
-
-    Args:
-        place: The caller's place among the ranks that meet.
-    """
+    """A store at which each peer does as the caller: those before ``place`` have, others will."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
@@ -60,11 +56,8 @@ def counted(
 ) -> MeetingCost:
     """The cost of a meeting: one rank of each kind runs: first, last, in the new group or not.
 
-    Args:
-        ranks: The global ranks that meet.
-        members: Those that make a group.
-        meet: Called with the place of a rank among ``ranks``, and a store.
-        opens: The connections that each rank has opened to reach the store.
+    ``meet`` is called with a rank's place among ``ranks``, and a store; each rank has opened
+    ``opens`` connections to reach the store.
     """
     inside, last = frozenset(members), len(ranks) - 1
     kinds: dict[tuple[bool, ...], list[int]] = defaultdict(list)

@@ -27,7 +27,6 @@ def check_tensor(value: Any, name: str) -> Tensor:
     """The tensor whose elements a collective can move; raises if ``value`` has none.
 
     This is ``value`` itself, or the tensor inside a functional collective's result, after a wait.
-    ``name`` is the argument's name, for errors.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
@@ -154,11 +153,7 @@ def _elements(tensor: Tensor) -> int:
 
 
 def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
-    """The numbers of rows (dim 0) of ``tensor`` for each of ``size`` ranks: ``splits``, checked.
-
-    An empty list stands for equal parts, if ``splits`` is None or empty. ``name`` is the argument's
-    name, for errors.
-    """
+    """The checked rows (dim 0) of ``tensor`` for each of ``size`` ranks; empty for equal parts."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if splits is None or len(splits) == 0:  # may be an array or a tensor, which has no truth value
         if tensor.numel() and rows % size:
@@ -183,12 +178,7 @@ def group_root(
     name: str,
     default: int | None = None,
 ) -> int:
-    """The root's group rank, from the global rank ``root`` or the group rank ``group_root``; by
-    default the global rank ``default``.
-
-    Raises:
-        ValueError: Both were given, or neither and no ``default``, or the rank is not in the group.
-    """
+    """The root's group rank, from either rank, or the global rank ``default``; or ValueError."""
     if group_root is None:
         known = pg.group_ranks.get(root)  # the usual case, in one step
         if known is not None:

@@ -15,18 +15,9 @@ def core_first(inputs: str = "", outputs: str = "") -> Callable[[_Function], _Fu
 
     The core takes calls on groups with a fast path whose tensors need no preparation. The function
     gets all other calls, and every call while a profiler watches. So the function must do the same
-    as the core, which knows the operation by the function's name. docs/algorithms/entrances.md
-    shows all entrances of the core.
-
-    Args:
-        inputs: The parameter for the tensors that the operation reads on this rank; "" for none.
-        outputs: The parameter for the tensors that the operation writes on this rank; "" for none.
-
-    Example:
-        >>> import pickle, types
-        >>> from tilework.comm.operations.collectives import barrier
-        >>> isinstance(barrier, types.FunctionType), pickle.loads(pickle.dumps(barrier)) is barrier
-        (True, True)
+    as the core, which knows the operation by the function's name. ``inputs`` and ``outputs`` name
+    the parameters for the tensors that are read and written on this rank; "" for none.
+    docs/algorithms/entrances.md shows all entrances of the core.
     """
     if _core is None:
         return lambda function: function

@@ -18,19 +18,9 @@ def torch_names(
     """A decorator that lets calls use torch's names of parameters, besides the function's own.
 
     Args:
-        ignored: torch's parameters that mean nothing here, with the permitted value, or a
-            function that is true for permitted values.
+        ignored: torch's parameters that mean nothing here, with the permitted value, or a function
+            that is true for permitted values.
         names: Names of parameters here, by torch's names.
-
-    Example:
-        >>> @torch_names({"tag": ""}, reduceOp="op")
-        ... def reduced(values, op="sum"):
-        ...     return sum(values) if op == "sum" else max(values)
-        >>> reduced([1, 2], reduceOp="max", tag="")
-        2
-        >>> reduced([1, 2], "max", reduceOp="sum")
-        Traceback (most recent call last):
-        TypeError: reduced() got both 'op' and torch's name for it, 'reduceOp': give one
     """
     without = dict(ignored or {})
 

@@ -32,12 +32,10 @@ from tilework.layout import Box, Piece
 
 
 def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
-    """The number of rounds that keeps this rank's data in flight within buffers of ``room``
-    elements for each direction. All ranks have to use the largest number of any rank.
+    """The number of rounds that keeps this rank's data in flight in ``room`` elements each way.
 
-    In each round the rank sends terms of some regions, receives all terms of other regions, and
-    reduces these. The buffer for sending holds the terms to send. The buffer for receiving holds
-    the received terms, and the copies made to reduce them.
+    All ranks use the largest number. In a round a rank sends terms of some regions, receives all
+    terms of others, and reduces these, with the copies that this takes.
     """
     source, target = local.plan.source, local.plan.target
     sent = {(piece.dst, piece.dst_tile, piece.term) for piece in local.plan.sends}

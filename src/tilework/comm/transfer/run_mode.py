@@ -44,12 +44,7 @@ class RunMode:
 def agree_on_mode(
     pg: ProcessGroup, plan: Plan, dtype: torch.dtype, device: torch.device, proposed: RunMode
 ) -> RunMode:
-    """Exchange the modes that ranks propose; return the mode that suits all ranks. Collective.
-
-    Raises:
-        CollectiveMismatchError: On every rank: ranks run different plans.
-        Exception: On every rank: a rank refuses to run the plan.
-    """
+    """The mode that suits all ranks, of those they propose. Collective; raises if plans differ."""
     state = _SINGLE * proposed.single_collective + _SAME_FOR_ALL * proposed.same_for_all
     row = [plan.source.digest, plan.target.digest, zlib.crc32(str(dtype).encode())]
     rows = _exchange(pg, [*row, state, proposed.rounds], lambda: _words(plan, dtype), device)

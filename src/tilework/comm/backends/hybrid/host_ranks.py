@@ -12,15 +12,6 @@ class Hosts:
 
     A *lane* is a set of ranks, one of each host, that carry a share of the data between hosts.
     There are as many lanes as ranks on the smallest host.
-
-    Attributes:
-        ranks: For each host, the group ranks there.
-        me: This rank's number in the group.
-
-    Example:
-        >>> hosts = Hosts(((0, 1, 4), (2, 3)), 3)
-        >>> hosts.lanes, hosts.lane, hosts.peer(0)
-        (2, 1, 1)
     """
 
     ranks: tuple[tuple[int, ...], ...]

@@ -18,11 +18,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, ShmGroup]:
-    """Find out which ranks share a host, by sharing memory; return the hosts, and a shm group of
-    this host's ranks.
+    """The hosts of a group, found by sharing memory, and a shm group of this host's ranks.
 
-    Collective; blocks until all ranks came. Ranks of the same kernel, network namespace and user
-    try to share memory. If that fails, each of them counts as a separate host.
+    Collective; blocks until all ranks came. Ranks of one kernel, network namespace and user try to
+    share memory. If that fails, each of them counts as a separate host.
     """
     store, me, size = request.store, request.group_rank, request.group_size
     everyone = range(size)

@@ -46,11 +46,7 @@ class HybridGroup(NativeGroup):
 
 
 def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
-    """Make this rank's end of a group. Collective; blocks until all ranks came, or raises a
-    DistBackendError.
-
-    If all ranks share memory, the result is a plain group in shared memory.
-    """
+    """Make this rank's end of a group, a plain group if all share memory. Collective; blocks."""
     name, rounding = _link_name(), _agreed(request, options).rounding()
     hosts, shared = share_memory(request)
     if len(hosts.ranks) == 1:

@@ -18,12 +18,7 @@ _FORMAT = 2
 
 
 def compared(mover: Mover, request: DistributedBackendOptions) -> ComparedEngine:
-    """The engine of a group whose data ``mover`` moves. Collective; blocks until all ranks came.
-
-    Raises:
-        ValueError: ``TILEWORK_COMPARE`` is none of the amounts.
-        DistBackendError: Ranks have different amounts, or cannot be reached.
-    """
+    """The engine of a group whose data ``mover`` moves. Collective; blocks until all ranks came."""
     with contextlib.ExitStack() as undo:
         undo.callback(mover.release)
         amount = _agreed_amount(request)

@@ -65,11 +65,9 @@ class EngineGroup(NativeGroup):
         engine.refusal = _refusal_of(weakref.ref(self))
 
     def close(self) -> None:
-        """Leave the group.
+        """Leave the group; raise the error of an asynchronous operation that no call has raised.
 
-        Raises:
-            DistBackendError: An asynchronous operation failed, and no call has raised that. Ranks
-                that left before the operation was over are no failure.
+        Ranks that left before the operation was over are no failure.
         """
         if self.engine.drain():
             poll(lambda: self.unseen_error is not None or self.failure_seen, EXPLAIN_SECONDS)
