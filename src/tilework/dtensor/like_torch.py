@@ -29,9 +29,7 @@ _SHAPE = "a shape has a size for each dim, as (4, 3)"
 
 
 def _kind(key: object) -> str:
-    """The collective that ``key`` names: a name, or a torch operator (``torch.ops.c10d``, or of the
-    functional collectives).
-    """
+    """The collective that ``key`` names: by name, or by an operator of torch's collectives."""
     name = str(getattr(key, "__name__", key)).partition(".")[0]
     return _KINDS.get(_FORMS.sub("", name.replace("_", "")), name)
 

@@ -19,10 +19,9 @@ torch_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
 class LocalFunction(torch.autograd.Function):
-    """A Function whose backward runs only if a gradient arrives; otherwise it returns None.
+    """A Function whose backward runs only if a gradient arrives, as on all ranks; else None.
 
-    The ranks agree on that, since all ranks have the same graph. With several results, backward
-    gets None for each result without a gradient. An inference tensor gives an inference tensor.
+    With several results, backward gets None for each result without a gradient.
     """
 
     # Local tensors need none of what ``local_graph.linking`` does for DTensors.

@@ -75,10 +75,7 @@ _KINDS = frozenset({RankPart, *_PLAIN})
 
 
 def as_rank_part(local: Tensor, cut: Cut) -> Tensor:
-    """The same tensor object, if it is plain, marked as a part. Local.
-
-    Gradients of plain operands that meet the part are added up over the group of the cut's layer.
-    """
+    """The same tensor object, if it is plain, marked as a part of a tensor. Local."""
     if local.__class__ is Tensor:
         part: Any = local
         part.__class__ = RankPart

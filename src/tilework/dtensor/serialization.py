@@ -55,11 +55,9 @@ def _placement(placement: Placement) -> _Placement:
 
 
 def compact(local: Tensor) -> Tensor:
-    """The local tensor, detached, in a storage of exactly the tensor's size.
+    """The local tensor, detached, in a storage of exactly the tensor's size, as pickle writes all.
 
-    Pickling writes the whole storage, also elements that the tensor does not show. A tensor whose
-    elements fill the storage is returned without a copy. Any other tensor is cloned: a slice of a
-    larger storage, or an expanded tensor, whose repeated elements the clone holds one by one.
+    Without a copy if the elements fill the storage.
     """
     local = local.detach()
     fills = local.untyped_storage().nbytes() == local.nbytes

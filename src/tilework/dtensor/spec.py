@@ -191,10 +191,7 @@ class DTensorSpec:
         return [local[place.slices] for place in self.local_places]
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of the full tensor that this rank holds: a view, unless it has several ranges.
-
-        Local; differentiable; only in the mesh.
-        """
+        """The part of the full tensor that this rank, in the mesh, holds. Local; differentiable."""
         for dim, splits in enumerate(self.splits):
             if splits:
                 views = [full.narrow(dim, *span) for span in self.local_ranges(dim)]
@@ -203,34 +200,24 @@ class DTensorSpec:
 
     @cached_property
     def local_box(self) -> Box:
-        """The region of the tensor that this rank holds; an empty one outside the mesh.
-
-        Raises:
-            SeveralRangesError: The rank holds several regions.
-        """
+        """This rank's only region of the tensor, or SeveralRangesError; empty outside the mesh."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return Box((0,) * self.ndim, (0,) * self.ndim)
         return self.box_at(coordinate)
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
-        """The region of the tensor that the rank at a mesh coordinate holds; SeveralRangesError if
-        several.
-        """
+        """The only region of the rank at a mesh coordinate, or SeveralRangesError."""
         return box_at(self.shape, self.mesh.spec.shape, self.splits, coordinate)
 
     def local_range(self, dim: int) -> tuple[int, int]:
-        """Offset and size of this rank's range of a dim; an empty one outside the mesh.
-        SeveralRangesError if it has several.
-        """
+        """This rank's only range of a dim, or SeveralRangesError; empty outside the mesh."""
         if is_dealt(self.splits[dim]):
             raise SeveralRangesError(self.splits[dim])
         return next(iter(self.local_ranges(dim)), (0, 0))
 
     def range_at(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Offset and size of the range of a dim that the rank at a mesh coordinate holds.
-        SeveralRangesError if it has several.
-        """
+        """The only range of a dim of the rank at a mesh coordinate, or SeveralRangesError."""
         return shard_at(self.shape[dim], self.mesh.spec.shape, self.splits[dim], coordinate)
 
     def local_ranges(self, dim: int) -> Ranges:
@@ -254,9 +241,7 @@ class DTensorSpec:
         ])  # fmt: skip
 
     def shards_of(self, dim: int) -> list[tuple[int, int]]:
-        """Offset and size of each shard of a dim, in order. SeveralRangesError if one has several
-        ranges.
-        """
+        """Offset and size of each shard of a dim, in order, or SeveralRangesError."""
         return list(
             zip(*shards(self.shape[dim], self.mesh.spec.shape, self.splits[dim]), strict=True)
         )

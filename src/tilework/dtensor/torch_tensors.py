@@ -184,10 +184,7 @@ def local_from_torch(tensor: Any) -> Tensor:
 
 
 def awaited_in_graph(local: Tensor) -> Tensor:
-    """The tensor inside a result of torch's functional collectives, at the same place in the graph.
-
-    Other tensors are returned as they are: their first use waits for tilework's collectives.
-    """
+    """The tensor inside a result of torch's functional collectives, at that place in the graph."""
     if type(local) is Tensor or not hasattr(local, "trigger_wait"):
         return local
     if local.requires_grad and torch.is_grad_enabled():

@@ -61,9 +61,7 @@ def _refuse(tracer: str) -> NoReturn:
 
 
 def refusing(original: Any, tracer: str) -> Any:
-    """Wrap a function of torch that starts a trace (by a tracer such as ``"make_fx"``): DTensors
-    among the arguments, and operators on DTensors within the trace, raise RuntimeError.
-    """
+    """Wrap a function that starts a trace by ``tracer``: DTensors and operators on them raise."""
 
     @functools.wraps(original)
     def start(*args: Any, **kwargs: Any) -> Any:

@@ -52,10 +52,7 @@ def watching(tensors: Sequence[Tensor]) -> Any:
 
 
 def expanded_dims(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Ints:
-    """The dims that ``expand`` has made, and that ``target`` newly shards.
-
-    Empty if ``local`` is not a result of ``expand``, or ``target`` also changes something else.
-    """
+    """The dims that ``expand`` has made, if ``target`` shards them, and changes nothing else."""
     node: Any = local.grad_fn
     if node is None or node.name() != "ExpandBackward0" or source.order != target.order:
         return ()
@@ -77,12 +74,7 @@ def expanded_dims(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> In
 def shard_expanded(
     tensor: DTensorBase, target: DTensorSpec, axes: Ints, dims: Ints, operator: str
 ) -> Tensor:
-    """The shard, of layout ``target``, of an expanded local tensor, whose gradient is partial along
-    ``axes``. Local.
-
-    ``dims`` come from :func:`expanded_dims`; ``operator`` is the name of the operator that takes
-    the shard.
-    """
+    """The shard in ``target`` of an expanded tensor; its gradient is partial along ``axes``."""
     of = Moved(digest_of(tensor), operator)
     result: Tensor = _ShardExpanded.apply(
         tensor._local_tensor, (tensor._spec, target), axes, dims, of

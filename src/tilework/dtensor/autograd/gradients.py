@@ -170,10 +170,7 @@ def show_shape(tensor: DTensorBase) -> None:
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:
-    """Raise if a tensor may not change in place: a leaf that requires a gradient, or a view of it.
-
-    Without gradients (``no_grad``) nothing is refused, as in torch.
-    """
+    """Raise for a leaf that requires a gradient, or a view of it, unless under ``no_grad``."""
     if not torch.is_grad_enabled():
         return
     graded = tensor.requires_grad
@@ -353,10 +350,7 @@ def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | No
 
 
 def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The local tensor at which a backward pass from ``tensor`` starts, and the gradient there.
-
-    Without a ``gradient``, ``tensor`` must have a single element, and the gradient is 1.
-    """
+    """The local tensor at which a backward pass starts, and the gradient there (None: 1)."""
     spec = tensor._spec
     local = local_of(tensor)
     if spec.reduce_op not in (None, "sum"):

@@ -146,10 +146,7 @@ def _linked(tensor: DTensorBase) -> Tensor:
 
 
 def link_results(results: Sequence[Any]) -> None:
-    """Link the results of a call of a user's own Function: backward runs once for all. Local.
-
-    It is done at once, since operators in place may move the Function's inputs in the graph.
-    """
+    """Link the results of a call of a user's own Function: backward runs once for all. Local."""
     tensors = [each for each in results if isinstance(each, DTensorBase)]
     if not tensors or not torch.is_grad_enabled():
         return
@@ -315,9 +312,7 @@ _LINK: Any = _Link._backward_cls
 
 
 def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
-    """The local tensor of ``tensor`` (called ``what`` in errors), redistributed to the layout
-    ``spec``. A plain tensor counts as replicated. Collective.
-    """
+    """The local tensor in the layout ``spec``; a plain tensor counts as replicated. Collective."""
     if not isinstance(tensor, DTensorBase):
         return redistribute_local(
             tensor, spec.replicated, spec, of=Moved(content_digest(tensor), what)
@@ -364,9 +359,7 @@ class WayBack:
                 self.value = place.local.detach().clone()
 
     def take(self, grad: Tensor, what: str) -> Tensor:
-        """The local gradient at the place in the graph, from a DTensor or a plain tensor, which
-        counts as replicated. Collective. Errors call the gradient ``what``.
-        """
+        """The local gradient at the place, from any form of it (``what`` in errors). Collective."""
         if self.adjoint is None:
             return local_as(grad, self.spec.grad_spec, what)
         whole = local_as(grad, self.spec.dual, what)

@@ -143,10 +143,9 @@ def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
 
 
 def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
-    """The alias of a local tensor for an operator whose gradient of it is partial along ``axes``.
+    """The local tensor for an operator whose gradient is partial along ``axes``, if it is recorded.
 
-    All uses share the alias until the tensor is written to. The local tensor itself if no gradient
-    is recorded.
+    All uses share this alias until the tensor is written to.
     """
     local = local_of(tensor)
     if not (local.requires_grad and torch.is_grad_enabled()):
@@ -196,10 +195,7 @@ def alias_local(
 def redistribute_with_partial_grad(
     tensor: DTensorBase, target: DTensorSpec, axes: Ints, operator: str
 ) -> Tensor:
-    """The local tensor in another layout, for an operator whose gradient of it is partial.
-
-    From there the gradient, partial along ``axes``, goes straight to the tensor's layout.
-    """
+    """The local tensor in another layout; gradients partial along ``axes`` go straight back."""
     source, local = tensor._spec, local_of(tensor)
     of = Moved(digest_of(tensor), operator)
     if not (local.requires_grad and torch.is_grad_enabled()):
@@ -216,11 +212,9 @@ def redistribute_with_partial_grad(
 
 
 def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) -> None:
-    """Let partial gradients of ``result`` go straight to ``tensor``.
+    """Let gradients of ``result``, the redistributed ``tensor``, go straight to ``tensor``.
 
-    ``result`` is ``tensor``, redistributed. Operators that take ``result`` may give gradients that
-    are partial along ``axes``. These are reduced into the layout of ``tensor``, instead of to full
-    sums that are then sharded.
+    Those that are partial along ``axes`` are reduced into that layout, not to full sums first.
     """
     local, source = local_of(result), tensor._spec
     if not (local.requires_grad and torch.is_grad_enabled()) or source.partial_axes:

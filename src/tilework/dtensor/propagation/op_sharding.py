@@ -17,10 +17,7 @@ from tilework.tiled import Arg, OpCall, OpEntry, RuleResult
 
 
 class DTensorArg(Arg):
-    """A tensor argument of a call, as an operator's rule for DTensors gets it: with the layout.
-
-    A plain tensor counts as replicated.
-    """
+    """A tensor argument, as a rule for DTensors gets it: with the layout; plain is replicated."""
 
     __slots__ = ("spec",)
 
@@ -213,10 +210,7 @@ class AskedCall(NamedTuple):
 
 
 def ask(entry: OpEntry, call: AskedCall) -> tuple[Any, RuleResult]:
-    """The rule of an operator that knows a call, and the rule's answer. Local.
-
-    Both are None if no rule knows the call.
-    """
+    """The rule that knows a call, and the rule's answer; None and None if there is none. Local."""
     for rule in (entry.dtensor_rule, entry.rule):
         if rule is not None and (found := call.answer_of(rule)) is not None:
             return rule, found

@@ -42,9 +42,7 @@ from tilework.tiled import Decomposition, Factor, LocalCall, OpEntry, RuleResult
 
 
 class ShardingPropagator:
-    """Finds the shardings of one operator's calls; ``in_place`` if it writes to the first
-    argument.
-    """
+    """Finds the shardings of an operator's calls; ``in_place``: it writes to the first argument."""
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.in_place = entry, in_place
@@ -53,10 +51,7 @@ class ShardingPropagator:
         self._may_skip_checks = not (entry.is_elementwise or entry.is_view or entry.draws)
 
     def propagate(self, call: DTensorCall) -> OpSharding:
-        """The sharding of all calls with this signature. The call must not write to a plain tensor.
-
-        Local: nothing is communicated.
-        """
+        """The sharding of all calls with this signature, without writes to plain tensors. Local."""
         with unseen():
             return self._propagated(call)
 

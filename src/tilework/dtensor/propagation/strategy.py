@@ -37,9 +37,7 @@ class ShardFactor:
 
 @dataclass(frozen=True)
 class KeepPartial:
-    """Along an axis each rank computes a partial value of these inputs, which is reduced later. The
-    other inputs are the same on all ranks.
-    """
+    """Along an axis each rank computes with partial values of these inputs, reduced later."""
 
     inputs: frozenset[int]
     reduce_op: str
@@ -78,9 +76,7 @@ class Strategy:
         return axes_of(_splits(factor, self.roles, self.order))
 
     def local_range(self, factor: Factor) -> tuple[int, int]:
-        """Offset and size of this rank's shard of a factor; an empty one outside the mesh.
-        SeveralRangesError if it has several ranges.
-        """
+        """Offset and size of this rank's only shard of a factor; empty outside the mesh."""
         coordinate = self.mesh.get_coordinate()
         splits = _splits(factor, self.roles, self.order)
         if is_dealt(splits):

@@ -20,9 +20,7 @@ from tilework.tiled import OpEntry
 
 
 def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of each result, of these layouts; None if they are contiguous. Local.
-    RuntimeError if torch has no such view of a tensor with the input's strides.
-    """
+    """The strides of each result (None: contiguous), or torch's RuntimeError. Local."""
     rule: _Rule | None
     rule = _view_strides if entry.is_view else _EVEN_OF_CONTIGUOUS.get(entry.name)
     if rule is not None:
@@ -40,9 +38,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
 def composed_strides(
     entry: OpEntry, call: Any, results: Sequence[DTensorSpec]
 ) -> list[Ints] | None:
-    """The strides of results that other operators composed; None if the composition's are right.
-    RuntimeError if torch refuses inputs of such strides.
-    """
+    """The strides of composed results (None: as they are), or torch's RuntimeError."""
     if entry.may_be_input:
         return None
     asked = entry.is_view or entry.name in _EVEN_OF_CONTIGUOUS
@@ -123,9 +119,7 @@ def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | No
 
 
 def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Ints:
-    """The strides of an elementwise operator's result, from the shape, and the shape and strides of
-    each input: dims lie in memory in the inputs' order.
-    """
+    """The strides of an elementwise result: dims lie in memory in the order of the inputs."""
     full = [_aligned(shape, *operand) for operand in operands if len(operand[0]) <= len(shape)]
     same = [strides for (its, strides) in operands if its == shape]
     if len(same) == len(operands):

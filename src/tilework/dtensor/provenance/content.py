@@ -107,10 +107,7 @@ _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def content_digest(tensor: Tensor) -> int:
-    """A hash of the elements, as far as the mode says; 0 where nothing is hashed. Local.
-
-    Tensors on accelerators are hashed in the full mode only: that waits for the device.
-    """
+    """A hash of the elements, as far as the mode says; 0 where nothing is hashed. Local."""
     how = mode()
     if how == "off" or (not tensor.is_cpu and how != "full"):
         return 0

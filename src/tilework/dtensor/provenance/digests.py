@@ -79,12 +79,7 @@ _PLAIN = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch
 
 
 def stable_digest(*facts: Any) -> int:
-    """A hash of the text of plain data, the same in every process.
-
-    Example:
-        >>> stable_digest("sum", 1.0) == stable_digest("sum", 1.0)
-        True
-    """
+    """A hash of the text of plain data, the same in every process."""
     return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -129,10 +124,7 @@ def plain_or_digest(tensor: Tensor) -> int:
 
 
 def follow(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Give ``tensor`` the digest of ``base``, which has the same memory and layout.
-
-    The digest also changes with later writes to that memory.
-    """
+    """Give ``tensor`` the digest of ``base``, of the same memory, also after later writes."""
     is_content = base._digest is None and base._made is None and base._spec.is_replicated
     # The contents show writes.
     tensor._made, tensor._digest = None if is_content else digest_of(base), None
@@ -255,10 +247,7 @@ def plain_number(value: Any) -> complex | None:
 
 
 def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
-    """Append the digests of tensors, and the numbers, in ``value`` to ``seeds``; return ``seeds``.
-
-    ``value`` is an argument of a call, or all arguments.
-    """
+    """Append the digests of tensors, and numbers, in arguments to ``seeds``; return ``seeds``."""
     if isinstance(value, Tensor):
         seeds.append(plain_or_digest(value))
     elif value.__class__ in NUMBERS:
@@ -295,10 +284,7 @@ def carried(digest: int) -> int:
 
 
 def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carrying:
-    """A context in which collectives carry a digest, mixed with the surrounding operator's.
-
-    In errors a surrounding operator has precedence over ``operator``.
-    """
+    """A context in which collectives carry a digest, mixed with that of an operator around it."""
     return carrying(carried(digest), operator, tensor)
 
 

@@ -36,10 +36,7 @@ def compare_replicas(local: Tensor, spec: DTensorSpec) -> None:
 
 
 def compare_gradients(grad: Tensor, spec: DTensorSpec) -> None:
-    """As :func:`compare_replicas`, for a gradient. Collective over the axes that replicate only.
-
-    Ranks along the other axes may have different losses, and compute gradients in another order.
-    """
+    """:func:`compare_replicas` for a gradient. Collective over the axes that replicate only."""
     axes = [a for a, p in enumerate(spec.placements) if p.is_replicate() and spec.mesh.shape[a] > 1]
     if axes and _is_compared(grad):
         group = spec.mesh.axes_group(axes)
@@ -151,9 +148,7 @@ def content_of(tensors: Sequence[Tensor], full: bool) -> int:
 @unrecorded
 @torch.no_grad()
 def difference_from_first(tensor: Tensor, group: ProcessGroup) -> Difference | None:
-    """The first element of a plain tensor that differs, by more than rounding, from the group's
-    first rank; None if none does. Collective over the group; blocks.
-    """
+    """The first element that differs, beyond rounding, from the group's first rank. Collective."""
     mine = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     found: Difference | None = None
     for chunk in torch.split(mine, _CHUNK):
@@ -189,15 +184,10 @@ def _apart(one: Tensor, other: Tensor) -> tuple[Any, Any] | None:
 def compare_plain(
     tensors: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, full: bool, advice: str
 ) -> None:
-    """Raise unless all ranks have the same plain tensors by name, up to rounding. Collective;
-    blocks.
+    """Raise unless all ranks have the same plain tensors by name, up to rounding. Collective.
 
-    Unless ``full``, only a sample of large tensors is hashed. ``advice`` ends the error: what to
-    look for.
-
-    Raises:
-        CollectiveMismatchError: Names, shapes, dtypes or elements differ; on every rank. The
-            message names the first tensor that differs, and two ranks.
+    Unless ``full``, only a sample of large tensors is hashed. The error names the first tensor that
+    differs, and two ranks; ``advice`` ends it: what to look for.
     """
     facts: list[list[tuple[str, str, int]]] = agree(
         lambda: [(name, _kind(tensor), hash_of(tensor.detach(), full)) for name, tensor in tensors],

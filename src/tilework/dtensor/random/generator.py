@@ -92,10 +92,7 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
 
 
 def fill_local(local: Tensor, key: Key, distribution: Distribution, spec: DTensorSpec) -> Tensor:
-    """Draw this rank's shard of a tensor of layout ``spec`` into ``local``. Local.
-
-    Autograd does not see it.
-    """
+    """Draw this rank's shard of a tensor of layout ``spec`` into ``local``; no graph. Local."""
     if spec.takes_part:
         for tile, box in zip(spec.tiles_of(local), spec.local_boxes, strict=True):
             philox.fill(tile, key, distribution, spec.shape, box.offsets)

@@ -33,11 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a draw: two integers modulo 2**64.
-
-    Draws that must be independent need different keys: another seed, or another stream of the same
-    seed.
-    """
+    """The key of a draw, two integers modulo 2**64; independent draws need different keys."""
 
     seed: int
     stream: int

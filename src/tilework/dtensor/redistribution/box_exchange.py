@@ -84,9 +84,7 @@ class BoxExchange:
         return max(max(each.bytes_sent(1), each.bytes_received(1)) for each in plans)
 
     def __call__(self, local: Tensor, operator: str) -> Tensor:
-        """This rank's box, which an operator needs, from the local tensor. Collective if something
-        moves; differentiable.
-        """
+        """This rank's box of the tensor. Collective if something moves; differentiable."""
         of = Moved(provenance_digest.digest(), operator)
         box: Tensor = _Exchange.apply(local, self, False, of)
         return box

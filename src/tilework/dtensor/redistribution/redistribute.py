@@ -102,10 +102,7 @@ class PreparedRedistribution:
         self.steps, self.run_steps = steps, run_steps
 
     def run(self, x: Tensor, of: Moved) -> Tensor:
-        """Run the steps on a local tensor, and return the local tensor afterwards.
-
-        Collective if a step communicates; blocks.
-        """
+        """The local tensor after the steps. Collective if a step communicates; blocks."""
         if not self.communicates:
             return _run_all(self.run_steps, x)
         digest = carried(hash((of.digest, self.digest)))
@@ -159,11 +156,7 @@ def prepared_from(
 def prepare_redistribution(
     local: Tensor, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype
 ) -> PreparedRedistribution:
-    """Prepare a redistribution, and keep it. Collective only if groups must be made.
-
-    Raises:
-        ValueError: Meshes or shapes differ, or the local tensor is not of the source's shape.
-    """
+    """Prepare a redistribution, checked, and keep it. Collective only if groups must be made."""
     if source.mesh != target.mesh or source.shape != target.shape:
         raise ValueError(
             f"a redistribution needs two layouts of the same shape on the same mesh, got {source} "
@@ -217,12 +210,7 @@ def _prepare_steps(
 
 
 def check_local(local: Tensor, source: DTensorSpec, steps: Steps) -> None:
-    """Raise unless a tensor has the shape of this rank's local tensor.
-
-    Raises:
-        ValueError: It has another shape. If ``steps`` communicate, the other ranks cannot continue,
-        and raise too.
-    """
+    """Raise ValueError, on all ranks if ``steps`` communicate, for a tensor of another shape."""
     if local.shape == source.local_shape:
         return
     message = (
@@ -391,9 +379,7 @@ class _Redistribute(LocalFunction):
 
 
 def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
-    """The gradient of the local tensor before (``x``, if the adjoint is nonlinear), which comes
-    from ``of``, from the gradient of the local tensor afterwards. Collective; differentiable.
-    """
+    """The gradient before the step, from that after it. Collective; differentiable."""
     of = gradient_of(of, adjoint.target, grad)
     twice = torch.is_grad_enabled() and grad.requires_grad
     if twice and adjoint.filled and not adjoint.masked:
@@ -427,11 +413,7 @@ def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
 
 
 def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
-    """The gradient of a partial tensor, which double backward counts only once.
-
-    The gradient is the same on all ranks along ``axes``, since all partial values have the same
-    gradient. In double backward, only the first rank along these axes counts it.
-    """
+    """The gradient of a partial tensor, equal along ``axes``: double backward counts it once."""
     if not (torch.is_grad_enabled() and grad.requires_grad):
         return grad
     return with_redistributed_grad(grad, spec, spec.as_partial(axes))

@@ -185,10 +185,7 @@ def _causal(
 
 
 def decomposed_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """``F.scaled_dot_product_attention``, composed of operators that all run on shards.
-
-    Sharded keys stay sharded, and dropout does not depend on the layout.
-    """
+    """``F.scaled_dot_product_attention``, composed of operators that all run on shards."""
     call = Attention(*args, **kwargs)
     dtype, call = call.query.dtype, call.widened()
     (query, key, value), mask = call.tensors, call.attn_mask

@@ -22,10 +22,7 @@ _MASKED_QUERIES = 128
 
 
 class BlockPlace(NamedTuple):
-    """A block of queries and keys that one call computes, in local indices.
-
-    ``first`` are the global indices of the first query and the first key.
-    """
+    """A block of queries and keys in local indices; ``first`` are the global ones of its start."""
 
     queries: slice
     keys: slice

@@ -334,10 +334,7 @@ def _ring_rule(
 def part_of(
     specs: tuple[DTensorSpec, DTensorSpec], axes: Ints, pattern: KeyPattern, scale: float
 ) -> AttentionPart:
-    """This rank's part of attention, from the layouts of queries and keys. Local.
-
-    The first call for these axes makes their group, and is collective.
-    """
+    """This rank's part of attention, by the layouts. Local, but the first call makes the group."""
     mesh, length = specs[0].mesh, specs[1].shape[-2]
     group = mesh.axes_group(axes) if axes else None
     ranks = [mesh.get_rank()] if group is None else group.global_ranks
@@ -358,10 +355,7 @@ def _rows(box: Box) -> Range:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose keys come in messages: the result, and the logarithms of sums of weights.
-
-    ``how`` are the arguments of :meth:`KeyPattern.of`, the scale, and whether heads share keys.
-    """
+    """Attention whose keys come in messages: the result, and the logarithms of sums of weights."""
     pattern, scale, _ = how  # for shapes: nothing is dropped
     rows, keys = (0, query.size(-2)), key.size(-2)
     part = AttentionPart.alone(rows, keys, KeyPattern.of(*pattern), default_scale(query, scale))

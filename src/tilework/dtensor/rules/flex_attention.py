@@ -75,10 +75,7 @@ def _wrapped(local: Tensor, query: DTensor, width: Sequence[int]) -> Tensor:
 
 
 def _laid_out(tensors: Sequence[DTensor]) -> list[DTensor]:
-    """Query, key and value in layouts in which no two ranks compute one result. Collective.
-
-    Each axis shards batches, heads or the sequence of all three, or nothing.
-    """
+    """Query, key and value in layouts in which no two ranks compute one result. Collective."""
     query = tensors[0]
     sizes = [{x.size(dim) for x in tensors} for dim in range(3)]
     wanted: list[Placement] = []
@@ -154,10 +151,7 @@ def _indices(ranges: Ranges, device: torch.device) -> Tensor:
 def _shown(
     given: dict[str, Any], first: Sequence[int], rows: Tensor, columns: Tensor
 ) -> dict[str, Any]:
-    """The arguments with functions of local indices, which call the program's with global ones.
-
-    Those are, here, the ``first`` batch and head, the ``rows`` of queries, the ``columns`` of keys.
-    """
+    """The arguments with functions of local indices, which call the program's with global ones."""
     score, whole, (batch, head) = given["score_mod"], given["block_mask"], first
     function, q_size, k_size = whole[-1], whole[-3], whole[-2]
 

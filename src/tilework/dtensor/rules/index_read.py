@@ -45,28 +45,19 @@ def as_replicated(value: Tensor, like: DTensor) -> DTensor:
 
 
 def indexed_factors(input: Arg) -> list[Factor]:
-    """A factor for each dim of a tensor whose elements are read by index.
-
-    Zeros stand for elements of other ranks. Results are summed, but bools need the maximum.
-    """
+    """A factor for each dim that is read by index; zeros of other ranks are added, or compared."""
     reduce_op = "max" if input.dtype is torch.bool else "sum"
     return [Factor(size, f"d{i}", reduce_op=reduce_op) for i, size in enumerate(input.shape)]
 
 
 def index_dims_start(indices: Indices) -> int:
-    """The first dim of the result that comes from the index tensors.
-
-    As in torch: the first indexed dim if the indexed dims are adjacent, otherwise 0.
-    """
+    """The first dim of the result that comes from index tensors: 0 unless they are adjacent."""
     at = [dim for dim, index in enumerate(indices) if index is not None]
     return at[0] if at[-1] - at[0] + 1 == len(at) else 0
 
 
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors of the shape to which index tensors are broadcast, and of each tensor's dims.
-
-    Raises IndexError if their shapes cannot be broadcast together.
-    """
+    """The factors of the shape to which indices broadcast, and of their dims, or IndexError."""
     shapes = [index.shape for index in indices if index is not None]
     try:
         broadcast_shape(shapes)

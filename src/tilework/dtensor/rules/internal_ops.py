@@ -16,10 +16,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
-    """Make the decorated function an operator on DTensors, with a rule.
-
-    The function takes plain tensors, and computes the operator for full tensors.
-    """
+    """Make the decorated function, of plain tensors, an operator on DTensors, with a rule."""
 
     def put(function: FunctionT) -> FunctionT:
         register(function, dtensor_rule=answer)
@@ -36,10 +33,7 @@ def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:
-    """Reduce the partial values of a DTensor. Collective if there are any.
-
-    Called for a tensor that is used more than once, as each use would reduce the values again.
-    """
+    """Reduce partial values of a DTensor once, for several uses. Collective if there are any."""
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
         dual = tensor._spec.dual
         return tensor.redistribute(placements=dual.placements, order=dual.order)

@@ -37,10 +37,7 @@ def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> RuleResult:
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """``F.multi_head_attention_forward`` for DTensors, with batch and heads in separate dims.
-
-    torch's own function merges both into one dim. Only calls that are not usual run that function.
-    """
+    """``F.multi_head_attention_forward`` for DTensors, with batch and heads in separate dims."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)

@@ -315,10 +315,7 @@ def _decomposed_instance_norm(
 
 
 def unbiased(var: Tensor, count: int) -> Tensor:
-    """The unbiased variance (divided by count - 1) from the biased one (divided by count).
-
-    With a single element the result is NaN, as in torch.
-    """
+    """The unbiased variance from the biased variance of ``count`` elements; NaN of one element."""
     return var * (count / (count - 1) if count > 1 else math.nan)
 
 

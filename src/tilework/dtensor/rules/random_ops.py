@@ -262,11 +262,7 @@ _ALPHA = 1.7580993408473766
 
 
 def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = False) -> DTensor:
-    """A random tensor, to multiply ``input`` with: ``value`` with probability ``1 - p``, else 0.
-    Collective.
-
-    ``features``: keep or drop whole channels (dim 1).
-    """
+    """Factors: ``value`` with probability ``1 - p``, else 0; perhaps by channel. Collective."""
     spec = input._spec.dual
     if features:
         shape = (*spec.shape[:2], *(1,) * (spec.ndim - 2))

@@ -48,10 +48,7 @@ _PRECISE = 64
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights, drawn by their global index; all of shape ``shape``.
-
-    ``first`` is the index of this rank's first weight, without the last two dims.
-    """
+    """Dropout of weights by global index, of all of shape ``shape``, from this rank's ``first``."""
 
     p: float
     key: philox.Key
@@ -222,9 +219,7 @@ class AttentionPart:
             yield step, self.holders.received(step), came[0], came[1]
 
     def message(self, step: int, pair: Sequence[Tensor], back: bool = False) -> Arriving:
-        """Start to send keys and values ``step`` ranks ahead; or the gradients of those that came
-        in this step, ``back``.
-        """
+        """Start to send keys and values ``step`` ranks ahead; ``back``: the gradients of others."""
         assert self.group is not None
         assert self.specs is not None
         holders = self.holders

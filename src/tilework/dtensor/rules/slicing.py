@@ -108,10 +108,7 @@ Item = slice | int | None
 
 
 def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> slice:
-    """The part of a range of the full dim that lies in a shard, as a slice of the shard.
-
-    The shard has ``size`` elements, the first of which has the index ``offset`` in the full dim.
-    """
+    """The part of a range of the full dim that lies in a shard of ``size`` from ``offset`` on."""
     # The first element of the range that is not before the shard.
     first = max(start, start + -(-(offset - start) // step) * step)
     end = min(stop, offset + size)
@@ -129,10 +126,7 @@ def resize_to_range(start: int, stop: int, step: int) -> Resize:
 
 
 def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
-    """The call of basic indexing, by the items of all dims, in order, and of new dims.
-
-    Dims from which it takes single elements are unsharded first.
-    """
+    """The call of basic indexing by the items of all dims; single elements unshard dims."""
     spec, dim = input.spec, 0
     single: list[int] = []
     spans: dict[int, tuple[int, int, int]] = {}
@@ -163,10 +157,7 @@ def slice_call(input: DTensorArg, items: Sequence[Item]) -> PlacedCall:
 
 
 def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
-    """The call of basic indexing whose arguments are the tensor and the index.
-
-    Single elements of sharded dims are taken as ranges of one element, which all ranks then get.
-    """
+    """The call of basic indexing; single elements of sharded dims are taken as ranges of one."""
     ranges, single = _ranges(input, items)
     part = slice_call(input, ranges)
     if not single:
@@ -199,10 +190,7 @@ def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
 
 
 def _ranges(input: Arg, items: Sequence[Item]) -> tuple[list[Item], list[int]]:
-    """The items with ranges of one element for single elements of sharded dims.
-
-    Also the dims of the result that these ranges have.
-    """
+    """The items, with ranges of one element in sharded dims, and the result's dims for these."""
     ranges: list[Item] = []
     single: list[int] = []
     dim = out = 0

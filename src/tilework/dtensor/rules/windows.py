@@ -312,10 +312,7 @@ def _greatest(
     part: Tensor,
     made: tuple[Tensor, Tensor],
 ) -> Any:
-    """The greatest elements and, ``with_indices``, the indices in the whole input.
-
-    Where all elements of a window are -inf torch takes the first, which is no padding.
-    """
+    """The greatest elements and, ``with_indices``, the indices; padding is never the greatest."""
     values, index = made
     sizes, places = part.shape[-len(spans) :], torch.zeros_like(index)
     whole = places

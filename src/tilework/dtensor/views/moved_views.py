@@ -48,10 +48,7 @@ def memory_order(spec: DTensorSpec) -> Ints:
 
 
 def full_in_memory_order(tensor: DTensorBase) -> Tensor:
-    """The full value as a plain tensor in new memory, with the tensor's strides if it is dense.
-
-    Collective; differentiable.
-    """
+    """The full value in new memory, with the same strides if dense. Collective; differentiable."""
     full = tensor.full_tensor()
     order = memory_order(tensor._spec)
     inverse = [order.index(dim) for dim in range(len(order))]
@@ -80,10 +77,7 @@ def window_of(tensor: DTensorBase) -> Window:
 
 
 def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Window:
-    """The window, in a tensor's memory, of the view that ``change`` makes of the tensor. Local.
-
-    ``change`` is called with a meta tensor.
-    """
+    """The window in memory of the view that ``change`` makes, tried on a meta tensor. Local."""
     with torch.no_grad():
         shown = change(_meta_at(tensor._spec, tensor.dtype, offset_of(tensor)))
     return Window(tuple(shown.shape), tuple(shown.stride()), int(shown.storage_offset()))
@@ -291,10 +285,7 @@ def note_start(tensor: DTensorBase, start: int) -> None:
 
 
 def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Record that ``tensor`` is a moved view of all of ``base``, made from local elements.
-
-    The local tensor of ``base`` could not be viewed without a copy, maybe on this rank alone.
-    """
+    """Record that ``tensor`` is a moved view of all of ``base``, maybe on this rank alone."""
     spec, shape, dtype = tensor._spec, tensor._local_tensor.shape, tensor.dtype
 
     def redo(x: Any) -> Any:
@@ -323,10 +314,7 @@ def _as_bytes_of(local: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_view(tensor: DTensorBase) -> bool:
-    """True if torch would count the tensor as a view, in the graph, of a part or form of another.
-
-    Results of ``detach()`` do not count.
-    """
+    """True if torch counts the tensor as a view, in the graph, of another, not by ``detach()``."""
     base = base_in_graph(tensor)
     while base is not None:
         assert tensor._viewed is not None
@@ -390,10 +378,7 @@ def _note_equal(shown: Snapshot) -> None:
 
 
 def hand_out(tensor: DTensorBase) -> None:
-    """Note that the program gets the local tensor of ``tensor``, and may write to it. Local.
-
-    Only tensors whose writes torch counts apart from those of the base need the note.
-    """
+    """Note that the program gets the local tensor, and may write to it uncounted. Local."""
     memory = tensor._memory
     if memory is None or memory.root is None or (is_moved(tensor) and tensor._view_of != "data"):
         return
@@ -416,9 +401,7 @@ def replace_local(tensor: DTensorBase, local: Tensor) -> None:
 
 
 def wrote(tensor: DTensorBase, by: str) -> None:
-    """Note that ``tensor`` was written to, by what errors call ``by``. If it had to move elements,
-    write them to the base: then it is collective.
-    """
+    """Note a write (``by`` in errors); moved elements go to the base, which is collective."""
     memory = memory_of(tensor)
     if tensor._view_of is None or (shown := own_memory(tensor).shows) is None:
         memory.writes += 1

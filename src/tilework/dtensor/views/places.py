@@ -62,10 +62,7 @@ _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
 def note_taken(tensor: DTensorBase) -> None:
-    """Note that a user's own autograd.Function, or a checkpoint, may save ``tensor``. Local.
-
-    If ``tensor`` is a view, writes to other views of the memory count for it from then on.
-    """
+    """Note that a user's own Function, or a checkpoint, may save ``tensor``, or a view. Local."""
     if tensor._viewed is None:
         return
     memory = own_memory(tensor)
