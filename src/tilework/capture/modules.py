@@ -388,10 +388,7 @@ class _Passes:
         ]
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
-        """Run the forward program with autograd: the result, and the call.
-
-        The result is ``NOT_CURRENT`` if the program is not for this call.
-        """
+        """The result of the forward program with autograd, or ``NOT_CURRENT``; and the call."""
         self._compile(0, inputs)
         needed = [source(leaves) for source in self.needing.sources]
         computed = self.run_forward([each.detach() for each in inputs])
@@ -499,10 +496,7 @@ class CutCall:
 
 
 def value_in(leaf: Any) -> Value | None:
-    """The value of a leaf of a program's result; of a DTensor, that of the local tensor.
-
-    None if the leaf is not a tensor.
-    """
+    """The value of a leaf of a result, of a DTensor the local tensor's; None if it is no tensor."""
     if isinstance(leaf, tuple) and leaf and leaf[0] in ("dtensor", "as"):
         return leaf[1]  # type: ignore[no-any-return]
     return leaf if isinstance(leaf, Value) else None

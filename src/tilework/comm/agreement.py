@@ -63,10 +63,7 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
 
 @unrecorded
 def are_alike(digest: int, group: AnyGroup = None) -> bool:
-    """True if all ranks of the group pass the same ``digest``, of 63 bits. Collective; blocks.
-
-    It costs a fraction of :func:`agree`, which tells how ranks differ.
-    """
+    """True if all ranks pass the same ``digest``, of 63 bits; cheaper than :func:`agree`."""
     pg = member(group, "are_alike")
     return pg is None or pg.size() == 1 or _are_alike(digest, pg)
 

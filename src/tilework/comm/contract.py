@@ -707,9 +707,7 @@ class ProcessGroup(_Slots):
         """Leave the group and free the group's resources. Idempotent, not collective."""
 
     def _get_backend(self, device: torch.device | str) -> ProcessGroup:
-        """The group that serves tensors on ``device``: a part of this group if each device type has
-        a separate backend, else this group itself.
-        """
+        """The part of this group for tensors on ``device``; this group if it has no parts."""
         return self
 
     def shutdown(self) -> None:

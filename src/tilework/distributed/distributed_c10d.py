@@ -93,10 +93,7 @@ def _set_pg_timeout(timeout: timedelta, group: AnyGroup = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A name of ``tilework.distributed``, or ``_compute_bucket_assignment_by_size``.
-
-    Raises AttributeError for other names.
-    """
+    """A name of ``tilework.distributed``, or ``_compute_bucket_assignment_by_size``."""
     if name == "_compute_bucket_assignment_by_size":
         return late_name("distributed", name)
     package = sys.modules["tilework.distributed"]

@@ -98,10 +98,7 @@ def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
 
 
 def normal_order(count: int, splits: Sequence[Splits]) -> Ints | None:
-    """The order of ``count`` axes in the normal form; None if it is 0, 1, 2 and so on.
-
-    Axes of one dim have the order of the splits; all other axes keep their places.
-    """
+    """The order of axes that share a dim, in the normal form; None if it is 0, 1, 2 and so on."""
     order = list(range(count))
     for of_dim in splits:
         axes = axes_of(of_dim)

@@ -54,10 +54,7 @@ def split_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def replace_module(root: nn.Module, module: nn.Module, made: nn.Module) -> None:
-    """Put another module in every place that ``module`` has within ``root``.
-
-    Places within the other module, which may wrap ``module``, stay.
-    """
+    """Put another module, perhaps around ``module``, in all places of ``module`` in ``root``."""
     # All places are found before any is filled: modules() would continue into a wrapper.
     places = [
         (parent, name)

@@ -25,10 +25,7 @@ def give_generator(world: World) -> None:
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Make draws, ``torch.manual_seed`` and the like use the calling rank's own generator.
-
-    Threads that are not ranks still use torch's default generator.
-    """
+    """Make random draws of threads that are ranks use the rank's own generator."""
     _patch.enter()
     try:
         yield

@@ -177,10 +177,7 @@ class Input:
 
     @property
     def may_change(self) -> bool:
-        """True if a later call may find another tensor of the same layout at the place.
-
-        False for arguments, and for local tensors of DTensors.
-        """
+        """True if a later call may find another tensor of the same layout at the place."""
         return self.layout is not None and not self.is_local
 
     @property

@@ -176,10 +176,7 @@ class StatePlaces:
         return [each for each in self._kept if isinstance(each, kinds)]
 
     def generator(self, given: torch.Generator) -> torch.Generator | None:
-        """The step's generator behind ``given``, the object that an operator got.
-
-        None if there is none: the step has made the generator itself.
-        """
+        """The step's generator behind that of an operator; None if the step has made it."""
         address = _address_of(given)
         same = (x for x in self.instances(torch.Generator) if _address_of(x) == address)
         return next(same, None)

@@ -26,10 +26,7 @@ def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any)
 
 
 def load_backend(name: str) -> None:
-    """Import the module of a built-in backend: processes that are forked later find it loaded.
-
-    Does nothing for other names, and where the module cannot be imported.
-    """
+    """Import a built-in backend's module, if possible, for processes that are forked later."""
     with contextlib.suppress(ImportError, KeyError):
         _built_in(name)
 

@@ -108,9 +108,7 @@ class ControlChannel:
                 busy = listener.on_tick()
 
     def _serve(self, rank: int, listener: Listener) -> bool:
-        """Hand the frames that ``rank`` has sent to ``listener``. False if the connection has
-        ended.
-        """
+        """Hand the frames of ``rank`` to ``listener``; False if the connection has ended."""
         frames = self._links[rank].receive()
         for kind, payload in frames or ():
             listener.on_frame(rank, FrameKind(kind), payload)

@@ -85,10 +85,7 @@ class Engine(Protocol):
     def abort(self, kind: str, text: str) -> None: ...
     def aborted(self) -> Abort | None: ...
     def blocked(self) -> Sequence[tuple[int, int, str]]:
-        """The ranks whose own threads wait in an operation that this rank has not called.
-
-        Each comes as (group rank, number of the operation, text that names the operation).
-        """
+        """Ranks that wait where this rank has not called: (group rank, number, text) of each."""
         ...
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:

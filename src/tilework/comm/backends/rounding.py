@@ -30,10 +30,7 @@ def dequantise(codes: Tensor, constants: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The way in which float32 numbers are sent: ``sent`` is bfloat16, or int8.
-
-    Raises ValueError for another dtype.
-    """
+    """The way in which float32 numbers are sent: torch.bfloat16 or torch.int8, else ValueError."""
 
     sent: torch.dtype
 

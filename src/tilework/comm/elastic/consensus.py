@@ -24,10 +24,7 @@ _MADE, _FAILED = "made", "failed"
 
 @dataclass(frozen=True)
 class Participant:
-    """A rank that takes part in an agreement, with a view of the others.
-
-    Ranks are numbered as in the old group.
-    """
+    """A rank, numbered as in the old group, that takes part in an agreement."""
 
     #: This rank.
     me: int

@@ -29,9 +29,7 @@ _MOST_BYTES: Final = RECORD_BYTES - _HEADER.size
 
 
 class Registers(ABC):
-    """Write-once registers: each key keeps the first value written. Safe in any thread and process;
-    no call waits for a rank.
-    """
+    """Write-once registers: each key keeps the first value. For any thread; waits for no rank."""
 
     @abstractmethod
     def write(self, key: str, value: str) -> str:

@@ -131,9 +131,7 @@ _SPARE_ROUNDS = 3
 
 
 def shrink(group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
-    """Make and return the group of the ranks of ``group`` that are left, without ranks ``exclude``;
-    see ``tilework.distributed.shrink_group``.
-    """
+    """Make the group of the ranks that are left, without ``exclude``: see ``dist.shrink_group``."""
     world = current_world()
     record = world.record(group)
     _check_excluded(group, exclude)

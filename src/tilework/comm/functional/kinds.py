@@ -184,10 +184,7 @@ class Permute(_Collective):
 
 
 def inverse(destinations: Sequence[int]) -> list[int]:
-    """For each rank, the rank that sends to it; -1 if no rank does.
-
-    ``destinations`` has, for each rank, the rank that it sends to, or -1.
-    """
+    """For each rank, the rank that sends to it, by the ranks that each sends to; -1 for none."""
     sources = [-1] * len(destinations)
     for source, destination in enumerate(destinations):
         if destination >= 0:

@@ -207,10 +207,7 @@ def all_gather_object(
 def all_gather_pickled(
     data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
-    """The objects of all ranks, in the order of group ranks. Collective; blocks.
-
-    ``data`` is this rank's pickled object; ``sizes`` are the lengths of all ranks' pickles.
-    """
+    """All ranks' objects, from this rank's pickle and the ``sizes`` of all. Collective; blocks."""
     received = _all_parts(pg, _as_tensor(data), sizes)
     return [_load(part, weights_only) for part in received]
 

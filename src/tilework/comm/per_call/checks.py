@@ -52,10 +52,7 @@ def check_tensor(value: Any, name: str) -> Tensor:
 
 
 def awaited(tensor: Tensor) -> Tensor:
-    """The tensor inside the result of a functional collective, also of torch; else ``tensor``.
-
-    Blocks until the collective is done.
-    """
+    """The tensor inside a functional collective's result, also torch's, awaited; or ``tensor``."""
     if type(tensor) in _PLAIN:
         return tensor
     wait = getattr(tensor, "wait", None)
@@ -107,10 +104,7 @@ def refuse_parts(value: Tensor, name: str) -> None:
 
 
 def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tensor]:
-    """The result of :func:`check_tensor` for each element of the list ``values``.
-
-    Raises unless the list has ``count`` tensors; None: any number.
-    """
+    """:func:`check_tensor` of each element of a list, of ``count`` tensors (None: any number)."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{name} must be a list of tensors, got {type(values)}")
     tensors = [check_tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]

@@ -121,10 +121,7 @@ class PackedRows:
         self._buffered: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, streams: Sequence[Sequence[PieceRange]]) -> list[Tensor]:
-        """A row for each stream, which is the list of a peer's parts in this round.
-
-        Rows in the buffer are valid until the next call.
-        """
+        """A row for each peer's parts in this round, valid until the next call."""
         viewed = [[view for part in parts for view in self.views(part)] for parts in streams]
         rows = [self._in_place(views) for views in viewed]
         scattered = [peer for peer, row in enumerate(rows) if row is None]
@@ -203,10 +200,7 @@ def rounds_needed(local: LocalTransfer, buffer_bytes: int) -> int:
 
 
 def run_in_rounds(local: LocalTransfer, mode: RunMode) -> None:
-    """Run the plan of ``local`` in rounds, in the mode that all ranks have agreed on.
-
-    Collective, unless no data moves between ranks.
-    """
+    """Run the plan of ``local`` in rounds, in the agreed mode. Collective unless nothing moves."""
     kind = ReducingTensors if local.plan.reduces else _MovingTensors
     tensors = kind(local, mode.rounds)
     me = local.pg.rank()

@@ -20,10 +20,7 @@ _Finder = Callable[[LocalTransfer], CollectiveCall | None]
 
 
 def single_call(local: LocalTransfer) -> CollectiveCall | None:
-    """The call that runs the whole plan as one collective.
-
-    None if the plan is no single collective, or if this rank's tensors would need packing.
-    """
+    """The call that runs the whole plan as one collective; None if that would need packing."""
     collective = local.plan.collective
     if local.plan.reduces:
         backend = backend_for(local.pg, local.device.type)

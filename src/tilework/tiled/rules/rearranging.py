@@ -34,10 +34,7 @@ def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
 
 
 def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
-    """The concatenation without tensors of shape [0], which torch lets pass beside any others.
-
-    Caches of keys and values start with such tensors.
-    """
+    """The concatenation without tensors of shape [0], with which caches of keys begin."""
     kept = [not isinstance(arg, Arg) or arg.shape != (0,) for arg in tensors]
     if all(kept) or not any(kept) or not all(isinstance(arg, Arg) for arg in tensors):
         return None

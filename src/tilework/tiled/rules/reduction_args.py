@@ -41,10 +41,7 @@ def reduce_dims(
     extremum: str | None = None,
     run: Callable[[LocalRanges, list[Factor]], Callable[..., Any]] | None = None,
 ) -> LocalCall | None:
-    """The call of a reduction, by ranks with ``reduce_op``; None: the dims are unshardable.
-
-    None without ``dims``, which torch refuses then.
-    """
+    """The call of a reduction by ``reduce_op`` (None: of unsharded dims); None without ``dims``."""
     if dims is None:
         return None
     factors = [
