@@ -217,16 +217,17 @@ class World(_Slots):
         for known in reversed(list(self.records)):
             if known is not group:
                 self.forget(known)
-        self.default_group, self.seats = group, seats
-        self.end_watch()
-        self.group_count, self.local_counts = itertools.count(1), {}
-        self.warned.clear()
-        self._forget_groups()
+        self._begin_with(group, seats)
 
-    def _forget_groups(self) -> None:
+    def _begin_with(self, group: ProcessGroup | None, seats: tuple[int, ...]) -> None:
+        """Set the default group, with nothing left of the groups before."""
         for state in self.states.values():
             if hasattr(state, "forget_groups"):
                 state.forget_groups()
+        self.default_group, self.seats = group, seats
+        self.group_count, self.local_counts = itertools.count(1), {}
+        self.warned.clear()
+        self.end_watch()
 
     def state(self, kind: type[StateT]) -> StateT:
         """The object of class ``kind`` that a higher layer keeps for this rank; made when needed.
@@ -262,11 +263,7 @@ class World(_Slots):
                 closing.callback(self.forget, known)
 
     def _end(self) -> None:
-        self._forget_groups()
-        self.default_group, self.seats = None, ()
-        self.group_count, self.local_counts = itertools.count(1), {}
-        self.warned.clear()
-        self.end_watch()
+        self._begin_with(None, ())
         end_idle_threads()
         store, self.owned_store = self.owned_store, None
         if store is not None:
@@ -510,10 +507,11 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
         >>> run_ranks(3, program)[0]
         (1, 1)
     """
-    ranks = _registered_ranks(resolve(group))
+    resolved = resolve(group)
+    ranks = _registered_ranks(resolved)
     if global_rank not in ranks:
         raise ValueError(
-            f"Global rank {global_rank} is not part of group {_name(group)!r} of ranks "
+            f"Global rank {global_rank} is not part of group {resolved.group_name!r} of ranks "
             f"{list(ranks)}"
         )
     return ranks.index(global_rank)
@@ -528,17 +526,14 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
     Example:
         See :func:`get_group_rank`.
     """
-    ranks = _registered_ranks(resolve(group))
+    resolved = resolve(group)
+    ranks = _registered_ranks(resolved)
     if not 0 <= group_rank < len(ranks):
         raise ValueError(
-            f"Group rank {group_rank} is not part of group {_name(group)!r}, which has "
+            f"Group rank {group_rank} is not part of group {resolved.group_name!r}, which has "
             f"{len(ranks)} ranks"
         )
     return ranks[group_rank]
-
-
-def _name(group: AnyGroup) -> str:
-    return resolve(group).group_name
 
 
 def _registered_ranks(group: ProcessGroup | NonMember) -> tuple[int, ...]:

@@ -134,7 +134,8 @@ class _Telling:
         entries = {rank: entry for rank, entry in group.at(number).items() if stuck(entry)}
         absent = group.absent(number)
         anyone_failed = any(map(failed, entries.values()))
-        verb = _verb(entries, "failed in" if anyone_failed else "wait in")
+        waits = "waits in" if len(entries) == 1 else "wait in"
+        verb = "failed in" if anyone_failed else waits
         calls = _by_call(entries)
         one_call = len(calls) == 1
         whom = calls[0].replace(": ", f" {verb} ", 1) if one_call else f"{named(entries)} {verb} it"
@@ -308,10 +309,6 @@ def _ending(entry: Entry, record: Record) -> str:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
-
-
-def _verb(entries: Mapping[int, Entry], verb: str) -> str:
-    return verb.replace("wait ", "waits ") if len(entries) == 1 else verb
 
 
 def _verb_of(ranks: Sequence[int], one: str, several: str) -> str:

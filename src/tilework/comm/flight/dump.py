@@ -149,7 +149,9 @@ def _stacks(own: threading.Thread | None) -> Iterator[Stack]:
 
 
 def _stack(name: str, stack: Sequence[FrameType]) -> Stack:
-    frames = [*itertools.dropwhile(_is_of_this_folder, stack)]
+    frames = [*stack]
+    while frames and frames[0].f_code.co_filename.startswith(_OWN_FOLDER):
+        del frames[0]
     user = user_frame(frames[0]) if frames else None
     lines = [
         f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in frames
@@ -160,10 +162,6 @@ def _stack(name: str, stack: Sequence[FrameType]) -> Stack:
         site="" if user is None else format_site((user.f_code, user.f_lasti)),
         inside=bool(frames) and in_library[frames[0].f_code.co_filename],
     )
-
-
-def _is_of_this_folder(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OWN_FOLDER)
 
 
 def _replace(path: str, data: bytes, moment: int) -> None:

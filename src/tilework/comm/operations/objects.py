@@ -70,16 +70,12 @@ def raise_report(rank: int, report: Report) -> NoReturn:
     raise next(kind for kind in _KINDS if kind.__name__ == name)(f"rank {rank}: {text}")
 
 
-def _load_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
 class _PlainUnpickler(pickle.Unpickler):
     """Builds plain data and tensors, and runs nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _load_storage
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _PLAIN.get(module, ()):
             return super().find_class(module, name)

@@ -42,7 +42,8 @@ def empty_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu" or nbytes < LARGE_BYTES or sys.platform != "linux":
         return torch.empty(tuple(sizes), dtype=dtype, device=device)
     block = _suitable_block(nbytes) or _new_block(nbytes)
-    memory = (ctypes.c_char * nbytes).from_buffer(block, _aligned(block))
+    to_huge_page = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _HUGE_PAGE
+    memory = (ctypes.c_char * nbytes).from_buffer(block, to_huge_page)
     # The storage keeps the block; the tensor's last view releases it.
     weakref.finalize(memory, _release, block).atexit = False
     return torch.frombuffer(memory, dtype=dtype).view(tuple(sizes))
@@ -58,11 +59,6 @@ def _advise(block: mmap.mmap, advice: str) -> None:
     # A kernel that does not know the advice refuses it, which does no harm.
     with contextlib.suppress(OSError, AttributeError):
         block.madvise(getattr(mmap, advice))
-
-
-def _aligned(block: mmap.mmap) -> int:
-    """The offset, in bytes, of the first huge page in ``block``."""
-    return -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _HUGE_PAGE
 
 
 def _suitable_block(nbytes: int) -> mmap.mmap | None:

@@ -169,12 +169,6 @@ class CyclicWaits:
             self._over, self._task = True, None
             self._changed.notify_all()
 
-    def _follow(self, default: ProcessGroup) -> None:
-        """Forget what was read from the store if the default group is another."""
-        if self._default is None or self._default() is not default:
-            self._default, self._search = weakref.ref(default), CycleSearch()
-            self._over = False
-
     def look(self, world: World) -> None:
         """Have a long wait published if others may wait for this rank. On the waiting thread."""
         now = time.monotonic()
@@ -205,7 +199,10 @@ class CyclicWaits:
         """Have ``wait`` published: always, or if asked for at time ``asked``."""
         default = world.default()
         with self._changed:
-            self._follow(default)
+            if self._default is None or self._default() is not default:
+                # What was read from the store is of another default group.
+                self._default, self._search = weakref.ref(default), CycleSearch()
+                self._over = False
             if not self._is_free or self._over:
                 return
             self._asked = self._asked if asked is None else asked
