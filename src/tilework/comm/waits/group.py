@@ -99,8 +99,7 @@ class GroupWait:
         if now < self._next_look:
             return
         self._pause = min(1.5 * self._pause, _LONGEST_LOOK)
-        if self.store.check(["failed"]) and (error := self._error_of(self.store.get("failed"))):
-            raise error
+        self._hear()
         self._check_lost()
         self._check_aborted()
         self._check_stuck(self.ranks if missing is None else missing, now)
@@ -174,6 +173,11 @@ class GroupWait:
         return error
 
     # -- reasons ----------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        error = self._error_of(self.store.get("failed")) if self.store.check(["failed"]) else None
+        if error is not None:
+            raise error
 
     def _error_of(self, record: bytes) -> DistError | None:
         """The error in another rank's record; None for this rank's own record."""
