@@ -84,9 +84,7 @@ def run_plan(
     pg = member(group, "run_plan")
     if pg is None:
         return []
-    given = [*tiles, *(out or ())]
-    known = given[0].device if given and isinstance(given[0], Tensor) else device
-    where = torch.device(known or "cpu")
+    where = _device_of([*tiles, *(out or ())], device)
     try:
         _check_plan(plan, pg)
         tiles = checks.check_tensors(tiles, "tiles")
@@ -98,7 +96,7 @@ def run_plan(
             _check_writable(out)
         if plan.reduces:
             check_reduction(RedOpType(plan.source.reduce_op), used_dtype)
-        fill = identity_element(RedOpType(plan.target.reduce_op), used_dtype) if plan.fills else 0
+        identity = _identity(plan, used_dtype)
         boxes = plan.target.boxes_of(plan.rank)
         results = list(out or [empty_tensor(box.sizes, used_dtype, where) for box in boxes])
     except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
@@ -113,7 +111,7 @@ def run_plan(
         viewed = used_dtype if plan.reduces else moved_dtype(used_dtype)
         source = LocalTiles(plan.source, plan.rank, sources, viewed)
         target = LocalTiles(plan.target, plan.rank, results, viewed)
-        _run(LocalTransfer(pg, plan, source, target, used_dtype, where, fill), buffer_bytes)
+        _run(LocalTransfer(pg, plan, source, target, used_dtype, where, identity), buffer_bytes)
     return results
 
 
@@ -163,6 +161,11 @@ def _fill(local: LocalTransfer) -> None:
         local.target.tensors[tile].view(local.dtype).fill_(local.identity)
 
 
+def _identity(plan: Plan, dtype: torch.dtype) -> bool | int | float:
+    """The element that :func:`_fill` writes; 0 if there is nothing to fill."""
+    return identity_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
+
+
 def _has_room(local: LocalTransfer, buffer_bytes: int) -> bool:
     """True if a single collective copies at most ``buffer_bytes``, or the plan reduces."""
     if local.plan.reduces or not local.pg.holds_copies:
@@ -202,6 +205,12 @@ def _dtype_of(tensors: Sequence[Tensor], given: torch.dtype | None) -> torch.dty
             f"tensors"
         )
     return dtype
+
+
+def _device_of(tensors: Sequence[Tensor], given: torch.device | str | None) -> torch.device:
+    if tensors and isinstance(tensors[0], Tensor):
+        return tensors[0].device
+    return torch.device(given or "cpu")
 
 
 def _check_tensors(
