@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
+from tilework.comm.backends.internal import DistributedBackendOptions
 from tilework.comm.backends.machine import host_identity, reachable_address
 from tilework.comm.world import current_world
 from tilework.errors import (
@@ -191,7 +192,10 @@ def join(
             undo.callback(transport.close, 0.0)
             shared_buffers = SharedBufferPool()
             undo.callback(shared_buffers.close)
-            host = host_identity()
+            ranks, limit = tuple(range(size)), meeting.store.timeout
+            host = host_identity(
+                DistributedBackendOptions(meeting.store, rank, size, limit, "rpc", ranks)
+            )
             card = Card(name, keys.proof, host, transport.listen_here(), shared_buffers.probe)
             cards = meeting.exchange(card)
             workers = Directory([each.name for each in cards])

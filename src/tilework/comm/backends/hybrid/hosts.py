@@ -25,7 +25,7 @@ def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, ShmGroup]:
     """
     store, me, size = request.store, request.group_rank, request.group_size
     everyone = range(size)
-    store.set(f"host/{me}", host_identity())
+    store.set(f"host/{me}", host_identity(request))
     identities = store.multi_get([f"host/{rank}" for rank in everyone])
     candidates = tuple(rank for rank in everyone if identities[rank] == identities[me])
     try:
@@ -56,7 +56,7 @@ def part_of(
     )
 
 
-def host_identity() -> str:
+def host_identity(request: DistributedBackendOptions | None = None) -> str:
     """A string that is equal on ranks that may be able to share memory, and try to."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
