@@ -115,7 +115,7 @@ def dump(obj: Any, refer: Callable[[RRef[Any]], None]) -> list[memoryview]:
             f"an object cannot be sent to another rank: {error}. Functions and classes travel by "
             f"name: define them at the top of a module that all ranks can import"
         ) from error
-    return [file.getbuffer(), *buffers]
+    return [memoryview(file.getvalue()), *buffers]
 
 
 def load(data: memoryview, buffers: Sequence[Any], refs: Sequence[RRef[Any]]) -> Any:
