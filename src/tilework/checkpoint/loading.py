@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
 from functools import partial as with_first
@@ -128,7 +129,7 @@ def read_all(storage: Storage, names: Names, verify: bool, progress: Progress) -
             read_region(reader, saved, whole_box(saved.shape), tensors[key])
         return tensors[key]
 
-    try:
+    with closing(reader):
         asked = [path for path in flat.leaves if patterns.match(dotted(path))]
         patterns.check()
         names_asked = (name for path in asked for name in names_of(flat.leaves[path]))
@@ -137,8 +138,6 @@ def read_all(storage: Storage, names: Names, verify: bool, progress: Progress) -
         distinct = {saved.parts or saved.name: saved.nbytes for saved in used}
         reader.progress, progress.total = progress, sum(distinct.values())
         leaves = {path: value_of(flat.leaves[path]) for path in asked}
-    finally:
-        reader.close()
     if names is None:
         return rebuild(FlatState(leaves, flat.containers))
     kept = {path[:n] for path in leaves for n in range(len(path))}
@@ -195,14 +194,12 @@ def load_into(
     """Fill a state from a checkpoint. Collective; blocks."""
     prepared = _prepared(storage, state, ranks, options)
     filling, reader = prepared.filling, prepared.reader
-    try:
+    with closing(reader):
         temporary = _without_partial(prepared, ranks) if prepared.some_partial else []
         parts = [(t.saved, part) for t in filling.targets for part in local_parts(t.tensor)]
         progress.total = sum(part.numel() * saved.itemsize for saved, part in parts)
         reader.progress = progress
         _fill(prepared, ranks)
-    finally:
-        reader.close()
     for target, partial in temporary:
         with torch.no_grad():
             filled = cast(DTensor, target.tensor).redistribute(placements=partial.placements)

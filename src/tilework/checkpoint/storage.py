@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.request import url2pathname
 
@@ -208,8 +208,7 @@ class Storage(ABC):
         Raises:
             CheckpointError: The file is missing, or too large.
         """
-        reader = self.open(name)
-        try:
+        with closing(self.open(name)) as reader:
             if reader.nbytes > most_bytes:
                 where = self.where(name)
                 raise CheckpointError(
@@ -218,9 +217,7 @@ class Storage(ABC):
                 )
             memory = bytearray(reader.nbytes)
             got = reader.read_into(memoryview(memory), 0)
-            return bytes(memory[:got])
-        finally:
-            reader.close()
+        return bytes(memory[:got])
 
     def __str__(self) -> str:
         return self.location

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +50,9 @@ def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None)
             _check_header(storage, index, name, expected)
         except CheckpointError as error:
             problems.append(str(error))
-    reader = PartReader(storage, index)
-    try:
+    with closing(PartReader(storage, index)) as reader:
         for tensor in index.tensors.values():
             problems.extend(_damages(reader, tensor, progress))
-    finally:
-        reader.close()
     try:
         saved_state(index, storage)
     except CheckpointError as error:
@@ -87,8 +85,7 @@ def _headers(index: Index) -> dict[str, _Header]:
 def _check_header(storage: Storage, index: Index, name: str, expected: _Header) -> None:
     where, saved = storage.where(name), index.files[name]
     begin = min((span[0] for _, _, span in expected.values()), default=saved.nbytes)
-    reader = storage.open(name)
-    try:
+    with closing(storage.open(name)) as reader:
         if reader.nbytes != saved.nbytes:
             raise CheckpointError(
                 f"{where} has {reader.nbytes:,} bytes, the index says {saved.nbytes:,}: the file "
@@ -97,8 +94,6 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
             )
         header = bytearray(begin)
         reader.read_into(memoryview(header), 0)
-    finally:
-        reader.close()
     if crc32(memoryview(header)) != saved.header_crc32:
         raise CheckpointError(
             f"{where}: the header is damaged, and does not fit the CRC-32 in the index. {_REMEDY}",
@@ -164,20 +159,19 @@ def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
 
     Example: see docs/how-to/checkpoints.md.
     """
-    readers = []
-    try:
-        for path in (a, b):
-            storage = storage_at(path)
-            readers.append(PartReader(storage, read_index(storage)))
-        with Progress(f"comparing {a} and {b}") as progress:
-            for reader in readers:
-                reader.progress = progress
-            progress.total = _bytes_to_read(*readers)
-            found = [*_different_tensors(*readers), *_different_values(*readers)]
-    finally:
-        for reader in readers:
-            reader.close()
-    return found
+    with (
+        closing(_reader(a)) as first,
+        closing(_reader(b)) as second,
+        Progress(f"comparing {a} and {b}") as progress,
+    ):
+        first.progress = second.progress = progress
+        progress.total = _bytes_to_read(first, second)
+        return [*_different_tensors(first, second), *_different_values(first, second)]
+
+
+def _reader(path: AnyPath) -> PartReader:
+    storage = storage_at(path)
+    return PartReader(storage, read_index(storage))
 
 
 def _different_tensors(a: PartReader, b: PartReader) -> Iterator[Difference]:

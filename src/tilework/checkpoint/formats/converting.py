@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,11 @@ def convert(
     source, target = plain_path(source), plain_path(target)
     _check_target(target, kind)
     _check_apart(source, target)
-    opened = open_source(source)
-    try:
-        with Progress(f"converting {source}", afterwards="the disk") as progress:
-            _write(_Chosen(opened, options, progress), target, kind, options)
-    finally:
-        opened.close()
+    with (
+        closing(open_source(source)) as opened,
+        Progress(f"converting {source}", afterwards="the disk") as progress,
+    ):
+        _write(_Chosen(opened, options, progress), target, kind, options)
 
 
 def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) -> None:

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -293,8 +294,7 @@ class DcpSource(Source):
                 f"extensions of the DCP writer"
             )
         where = self._storage.where(place.file)
-        reader = self._storage.open(place.file)
-        try:
+        with closing(self._storage.open(place.file)) as reader:
             if place.offset + place.nbytes > reader.nbytes:
                 raise CheckpointError(
                     f"{where} has {reader.nbytes:,} bytes, and {key!r} ends at byte "
@@ -305,8 +305,6 @@ class DcpSource(Source):
                 )
             memory = bytearray(place.nbytes)
             reader.read_into(memoryview(memory), place.offset)
-        finally:
-            reader.close()
         return load_weights_only(io.BytesIO(memory), f"{where}, {key!r}")
 
     def region(self, number: int, box: Box) -> Tensor:
