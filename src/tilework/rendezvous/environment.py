@@ -92,31 +92,32 @@ def integer(env: _Variables, name: str) -> int | None:
         raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
 
 
-def _torch_style(env: _Variables) -> Settings | None:
-    rank, world_size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
+def _settings(
+    env: _Variables, launcher: str, names: str, job: str = "", host: str | None = None
+) -> Settings | None:
+    """The settings in variables: the rank, the world size, and both on this host."""
+    rank_name, size_name, *on_host = names.split()
+    rank, world_size = integer(env, rank_name), integer(env, size_name)
     if rank is None or world_size is None:
         return None
+    local_rank, local_size = (integer(env, name) for name in on_host)
+    return Settings(launcher, rank, world_size, local_rank, local_size, job, host)
+
+
+def _torch_style(env: _Variables) -> Settings | None:
     launcher = "RANK"
     if "TORCHELASTIC_RUN_ID" in env:
         launcher = "torchrun"
     elif "TILEWORK_SECRET" in env:
         launcher = "tilework run"
-    locals_ = integer(env, "LOCAL_RANK"), integer(env, "LOCAL_WORLD_SIZE")
-    return Settings(launcher, rank, world_size, *locals_, host=env.get("MASTER_ADDR"))
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+    return _settings(env, launcher, names, host=env.get("MASTER_ADDR"))
 
 
 def _open_mpi(env: _Variables) -> Settings | None:
-    rank, world_size = integer(env, "OMPI_COMM_WORLD_RANK"), integer(env, "OMPI_COMM_WORLD_SIZE")
-    if rank is None or world_size is None:
-        return None
-    return Settings(
-        "mpirun",
-        rank,
-        world_size,
-        integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
-    )
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    job = _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+    return _settings(env, "mpirun", " ".join(names), job)
 
 
 def _hydra(env: _Variables) -> Settings | None:
@@ -125,18 +126,9 @@ def _hydra(env: _Variables) -> Settings | None:
 
 
 def _pmi(env: _Variables) -> Settings | None:
-    rank, world_size = integer(env, "PMI_RANK"), integer(env, "PMI_SIZE")
-    if rank is None or world_size is None:
-        return None
-    return Settings(
-        "mpirun",
-        rank,
-        world_size,
-        integer(env, "MPI_LOCALRANKID"),
-        integer(env, "MPI_LOCALNRANKS"),
-        # Where the process manager gave the job no name: on one host all ranks have one parent.
-        _first(env, "PMI_JOBID", "PMI_PORT") or f"child of {os.getppid()}",
-    )
+    # Where the process manager gave the job no name: on one host all ranks have one parent.
+    job = _first(env, "PMI_JOBID", "PMI_PORT") or f"child of {os.getppid()}"
+    return _settings(env, "mpirun", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", job)
 
 
 def _slurm(env: _Variables) -> Settings | None:
