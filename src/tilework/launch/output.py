@@ -2,7 +2,7 @@
 
 Each rank writes into pipes of the launcher. Where the launcher writes to a terminal, rank 0 writes
 into a pseudo-terminal. This module connects ranks to destinations; bytes become prefixed lines in
-:mod:`tilework.launch.output_lines` and :mod:`tilework.launch.output_lines`.
+:mod:`tilework.launch.output_lines`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from tilework.show import run_texts
+
 #: A line longer than this is broken into several.
 MAX_LINE_BYTES: Final = 64 << 10
 
@@ -193,18 +195,7 @@ class LineMerger:
 def _prefix(prefixes: dict[int, bytes]) -> bytes:
     if len(prefixes) == 1:
         return next(iter(prefixes.values()))
-    return f"[{_ranges(sorted(prefixes))}] ".encode()
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Sorted ranks as text with ranges: ``0-3,6``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"[{','.join(run_texts(sorted(prefixes)))}] ".encode()
 
 
 # Rank 0 writes to a pseudo-terminal: programs see a terminal, and their output is passed on at

@@ -9,7 +9,17 @@ from itertools import groupby
 
 from tilework.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
-from tilework.show import Bar, Page, Picture, Styled, TextTable, bytes_text, colour, count_text
+from tilework.show import (
+    Bar,
+    Page,
+    Picture,
+    Styled,
+    TextTable,
+    bytes_text,
+    colour,
+    count_text,
+    run_texts,
+)
 
 #: Up to this number each owner has a row; else equal neighbours share a row.
 _LISTED = 16
@@ -153,15 +163,6 @@ def owner_names(owners: Iterable[ShardOwner]) -> str:
     owners = list(owners)
     ranks = sorted({owner.rank for owner in owners if owner.rank is not None})
     names = [owner.name for owner in owners if owner.rank is None]
-    if ranks:
-        names = [f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)[0]}", *_spans(ranks)[1:], *names]
+    if spans := run_texts(ranks):
+        names = [f"rank{'s' * (len(ranks) > 1)} {spans[0]}", *spans[1:], *names]
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"… ({len(owners)} in all)"])
-
-
-def _spans(ranks: Sequence[int]) -> list[str]:
-    """The sorted ``ranks`` as texts, with consecutive numbers joined, as in ``0-3``."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
-    ]
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

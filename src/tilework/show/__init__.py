@@ -7,4 +7,4 @@ A package says what to show as data: a :class:`Page` of lines, a :class:`Picture
 from tilework.show.page import Bar, Page, Shown, TextTable
 from tilework.show.picture import Picture
 from tilework.show.svg import Span, timeline
-from tilework.show.text import Styled, bytes_text, colour, count_text, printable
+from tilework.show.text import Styled, bytes_text, colour, count_text, printable, run_texts

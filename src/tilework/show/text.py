@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
+from itertools import groupby
 
 #: Text, and the name of a style in rich: "", "bold", a colour, or "black on" a colour.
 Styled = tuple[str, str]
@@ -33,6 +35,20 @@ def bytes_text(n: float) -> str:
 def count_text(number: int, noun: str) -> str:
     """A number of things."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def run_texts(numbers: Iterable[int], to: str = "-", least: int = 2) -> list[str]:
+    """Sorted numbers as texts; ``least`` or more consecutive ones by the first and the last.
+
+    Example:
+        >>> run_texts([0, 1, 2, 3, 6])
+        ['0-3', '6']
+    """
+    texts: list[str] = []
+    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        texts += [f"{run[0]}{to}{run[-1]}"] if len(run) >= least else map(str, run)
+    return texts
 
 
 def printable(text: str) -> str:

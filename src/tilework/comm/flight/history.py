@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tilework.comm.flight.document import GroupLog, Record, runs_of
+from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
+from tilework.show import run_texts
 from tilework.wait_graph import IN_A_CIRCLE, cycles
 
 #: Names of functions that are the same operation. (The table of collectives needs torch, which
@@ -133,10 +134,7 @@ def _groups(records: Mapping[int, Record]) -> list[Group]:
 
 def named(ranks: Iterable[int]) -> str:
     """Ranks, for a person: ``ranks 0 to 3 and 7``."""
-    parts: list[str] = []
-    for first, last in runs_of(sorted(set(ranks))):
-        is_long = last > first + 1
-        parts += [f"{first} to {last}"] if is_long else map(str, range(first, last + 1))
+    parts = run_texts(sorted(set(ranks)), to=" to ", least=3)
     words = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
     one = len(parts) == 1 and parts[0].isdecimal()
     return f"{'rank' if one else 'ranks'} {words}"
