@@ -111,27 +111,25 @@ class Screen:
 
     def __init__(self, fd: int, live_prefix: bytes = b"", merged_ranks: int = 0) -> None:
         self.output = NonblockingOutput(fd)
-        self._merger = LineMerger(merged_ranks) if merged_ranks > 1 else None
+        self._merger = LineMerger(merged_ranks)
         self.is_terminal = os.isatty(fd)
         self._live = LiveDisplay(live_prefix) if self.is_terminal else None
 
     def lines_of(self, rank: int, prefix: bytes, data: bytes) -> None:
         """Write whole lines of ``rank``, each with ``prefix``; they may wait for equal lines."""
-        if data and self._merger is not None:
-            data = self._merger.feed(rank, prefix, data, time.monotonic())
-        self._write(data)
+        if data:
+            self._write(self._merger.feed(rank, prefix, data, time.monotonic()))
 
     @property
     def due(self) -> float | None:
-        return None if self._merger is None else self._merger.due
+        return self._merger.due
 
     def write_due(self) -> None:
-        if self._merger is not None:
-            self._write(self._merger.take(time.monotonic()))
+        self._write(self._merger.take(time.monotonic()))
 
     def lines(self, data: bytes) -> None:
         """Write all lines that wait, then the whole lines in ``data``."""
-        self._write((b"" if self._merger is None else self._merger.flush()) + data)
+        self._write(self._merger.flush() + data)
 
     def _write(self, data: bytes) -> None:
         if data:
