@@ -14,8 +14,8 @@ from typing import Final
 
 from tilework.errors import DistStoreError, StoreTimeoutError
 from tilework.launch.nodes import (
-    LOST,
     PATIENCE,
+    Kind,
     Message,
     NodeLink,
     NodePlace,
@@ -83,7 +83,7 @@ class ServiceLink(NodeLink):
 
     def _hear(self, node: int, message: Message) -> None:
         self._left = message.get("left", self._left)
-        self._has_lost |= message["kind"] == LOST
+        self._has_lost |= message["kind"] == Kind.LOST
         if "first" in message:
             names = ("node", "host", "first", "ranks")
             self.note_node(*(message[name] for name in names))

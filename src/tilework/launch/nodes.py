@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from importlib import metadata
 from typing import Any, Final, NamedTuple
@@ -33,9 +34,18 @@ from tilework.store.internal import TcpAddress
 _BEAT_SECONDS: Final = 2.0
 _SILENCE_SECONDS: Final = 20.0
 
-#: Kinds of messages.
-FAILED, INTERRUPTED, FINISHED = "failed", "interrupted", "finished"
-LOST, JOINED, AGAIN = "lost", "joined", "again"
+
+class Kind(str, Enum):
+    """Kinds of messages."""
+
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    FINISHED = "finished"
+    LOST = "lost"
+    JOINED = "joined"
+    AGAIN = "again"
+
+
 #: Kinds of frames: a message as JSON, and a heartbeat.
 _MESSAGE, _ALIVE = 0, 1
 Message = dict[str, Any]
@@ -177,7 +187,7 @@ class NodeLink:
             self._lose(node)
 
     def _hear(self, node: int, message: Message) -> None:
-        if message["kind"] == FINISHED:
+        if message["kind"] == Kind.FINISHED:
             self._finished.add(message["node"])
         self._news.append(message)
         if self._node == 0:
@@ -186,7 +196,7 @@ class NodeLink:
     def _lose(self, node: int) -> None:
         self._peers.pop(node).close()
         if node not in self._finished:
-            self._hear(node, {"kind": LOST, "node": node})
+            self._hear(node, {"kind": Kind.LOST, "node": node})
 
 
 #: The time that launchers wait for each other, unless ``--timeout`` says otherwise.

@@ -15,16 +15,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from tilework.errors import DistError
-from tilework.launch.nodes import (
-    AGAIN,
-    FINISHED,
-    JOINED,
-    LOST,
-    Message,
-    NodeLink,
-    open_door,
-    secret_bytes,
-)
+from tilework.launch.nodes import Kind, Message, NodeLink, open_door, secret_bytes
 from tilework.launch.seating import Seating, Seats
 from tilework.rendezvous.internal import EndedRanks
 from tilework.store import PrefixStore, StoreServer, TCPStore
@@ -127,12 +118,12 @@ class _Service(NodeLink):
         kind = message["kind"]
         if kind == JOIN:
             self._join(node, message)
-        elif kind == LOST:
+        elif kind == Kind.LOST:
             self._leave(node)
-        elif kind == AGAIN:
+        elif kind == Kind.AGAIN:
             self._begin_again(node)
         else:
-            if kind == FINISHED and self._seating is not None:
+            if kind == Kind.FINISHED and self._seating is not None:
                 self._seating.finished.add(node)
             self._send({**message, "left": self._left}, but=node)
 
@@ -154,7 +145,7 @@ class _Service(NodeLink):
         if self._seating is not None and caller in self._seating.seated:
             _say("the ranks cannot meet without lost hosts: all begin again")
             self._seating = self._seating.renewed()
-            self._send({"kind": AGAIN}, but=caller)
+            self._send({"kind": Kind.AGAIN}, but=caller)
 
     def _place(self, caller: int, seats: Seats, begun: int) -> None:
         assert self._seating is not None
@@ -164,7 +155,7 @@ class _Service(NodeLink):
         size = max(self._seating.world_size, seats.first + seats.ranks)
         counts = {"nodes": len(self._seating.seated), "world_size": size, "begun": begun}
         self._answer(caller, PLACED, **facts, **counts, port=self._store.port)
-        self._send({"kind": JOINED, **facts}, but=caller)
+        self._send({"kind": Kind.JOINED, **facts}, but=caller)
         _say(f"node {seats.node} ({seats.host}) has come: {self.ranks_in_words(seats)}")
 
     def _leave(self, caller: int) -> None:
@@ -176,7 +167,7 @@ class _Service(NodeLink):
             EndedRanks(self._store).add(rank)
         enough = len(seating.seated) >= seating.least or bool(seating.finished)
         facts = {**vars(seats), "left": self._left, "enough": enough}
-        self._send({"kind": LOST, **facts}, but=caller)
+        self._send({"kind": Kind.LOST, **facts}, but=caller)
         _say(f"node {seats.node} ({seats.host}) is gone: {self.ranks_in_words(seats)}")
 
     def ranks_in_words(self, seats: Seats) -> str:

@@ -18,16 +18,7 @@ from typing import Final
 from tilework.comm.launching import LAUNCHER_SIGNAL
 from tilework.launch import linux, orphans, signals
 from tilework.launch.failure_report import FailureReport, RankFailure, root_cause, settle_time
-from tilework.launch.nodes import (
-    AGAIN,
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    JOINED,
-    LOST,
-    Message,
-    NodeLink,
-)
+from tilework.launch.nodes import Kind, Message, NodeLink
 from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
 from tilework.launch.rank_line import RankLine
@@ -272,7 +263,7 @@ class Supervisor:
             self._begins_again = False
             self._interrupted = number
             self.stop(signals.after_signal(number, self.around.grace))
-            self._tell_others(INTERRUPTED, signal=number)
+            self._tell_others(Kind.INTERRUPTED, signal=number)
 
     def _suspend(self) -> None:
         """Ctrl-Z: stop the ranks, too, as they are not in our group, and wake them with us."""
@@ -291,7 +282,7 @@ class Supervisor:
         if broken and self._stop_began is None:
             self._lost_output = broken[0]
             self.stop(signals.after_signal(signal.SIGTERM))
-            self._tell_others(INTERRUPTED, signal=signal.SIGTERM)
+            self._tell_others(Kind.INTERRUPTED, signal=signal.SIGTERM)
 
     def _note_failures(self) -> None:
         """Add ranks that have failed by themselves since the last look."""
@@ -307,7 +298,7 @@ class Supervisor:
                 known = rank.rank in self._failures
                 failure = self._failures[rank.rank] = _failure(rank)
                 if not known:
-                    self._tell_others(FAILED, **_told(failure))
+                    self._tell_others(Kind.FAILED, **_told(failure))
 
     def _pass_ends_on(self) -> None:
         """Report each rank that has ended without a failure, once, while the job continues."""
@@ -331,7 +322,7 @@ class Supervisor:
             return False
         if not self._told_end and not any(rank.alive for rank in self.ranks):
             self._told_end = True
-            link.tell(FINISHED)
+            link.tell(Kind.FINISHED)
         return link.awaits_others
 
     def _tell_others(self, kind: str, **facts: object) -> None:
@@ -342,14 +333,14 @@ class Supervisor:
         """Act on messages of other nodes: the user ended the job, a rank failed, a node is lost."""
         for message in self.around.link.take() if self.around.link is not None else ():
             kind = message["kind"]
-            if kind == INTERRUPTED and self._stop_began is None:
+            if kind == Kind.INTERRUPTED and self._stop_began is None:
                 self._interrupted = int(message["signal"])
                 self.stop(signals.after_signal(self._interrupted, self.around.grace))
-            elif kind == AGAIN and self._stop_began is None:
+            elif kind == Kind.AGAIN and self._stop_began is None:
                 self._begin_again()
-            elif kind == FAILED and not self._begins_again:
+            elif kind == Kind.FAILED and not self._begins_again:
                 self._failures.setdefault(int(message["rank"]), self._failure_there(message))
-            elif kind == LOST and self._stop_began is None:
+            elif kind == Kind.LOST and self._stop_began is None:
                 lost = self._node_lost(message)
                 if message.get("enough") and self.around.recovery is not None:
                     self._outlived[-1 - lost.rank] = lost
@@ -357,7 +348,7 @@ class Supervisor:
                     self._tell(lost)
                 else:
                     self._failures.setdefault(lost.rank, lost)
-            elif kind == JOINED and self.around.recovery is not None:
+            elif kind == Kind.JOINED and self.around.recovery is not None:
                 link, node = self.around.link, message["node"]
                 assert link is not None
                 come = f"{link.place_of(node)} has come, with {link.ranks_of(node)}"
@@ -421,7 +412,7 @@ class Supervisor:
         """
         link = self.around.link
         if link is not None and link.may_begin_again:
-            self._tell_others(AGAIN)
+            self._tell_others(Kind.AGAIN)
             self._begin_again()
             return True
         if link is not None and link.is_elastic and link.any_finished:
