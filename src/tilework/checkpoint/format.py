@@ -60,18 +60,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor of a checkpoint.
-
-    Args:
-        layout: The sharding at the time of saving, for people; empty without sharding.
-    """
+class TensorForm:
+    """A tensor without elements."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    layout: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -80,6 +74,18 @@ class SavedTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor(TensorForm):
+    """A tensor of a checkpoint.
+
+    Args:
+        layout: The sharding at the time of saving, for people; empty without sharding.
+    """
+
+    parts: tuple[Part, ...]
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,9 +250,7 @@ class _Folder:
         self, storage: LocalStorage, published: Mapping[str, SavedTensor], file_bytes: int
     ) -> None:
         self.storage = storage
-        self._tensors = [
-            TensorToSave(name, each.dtype, each.shape, ()) for name, each in published.items()
-        ]
+        self._tensors = [replace(each, name=name) for name, each in published.items()]
         self._file_bytes = file_bytes
         self.plans: list[PlannedFile] = []
 

@@ -18,11 +18,12 @@ from tilework.checkpoint.format import (
     Part,
     SavedFile,
     SavedTensor,
+    TensorForm,
     chunk_count,
     stored,
 )
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, is_ours, number_list
-from tilework.checkpoint.save_planning import TensorToSave, packed_file
+from tilework.checkpoint.save_planning import packed_file
 from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url
 from tilework.checkpoint.url_storage import AnyPath, storage_at
 from tilework.errors import CheckpointError
@@ -185,10 +186,10 @@ class PlannedFile:
 
 
 def plan_published(
-    tensors: Sequence[TensorToSave], file_bytes: int, mark: str = ""
+    tensors: Sequence[TensorForm], file_bytes: int, mark: str = ""
 ) -> list[PlannedFile]:
     """Plan one file for tensors if they fit, else several, with ``mark`` in their names."""
-    groups: list[list[TensorToSave]] = [[]]
+    groups: list[list[TensorForm]] = [[]]
     used = 0
     for tensor in tensors:
         nbytes = tensor.nbytes
@@ -206,7 +207,7 @@ def plan_published(
     ]
 
 
-def plan_file(name: str, tensors: Sequence[TensorToSave]) -> PlannedFile:
+def plan_file(name: str, tensors: Sequence[TensorForm]) -> PlannedFile:
     """Plan one file for tensors, sorted by size of an element, so that all are aligned."""
     ordered = sorted(tensors, key=lambda each: -each.itemsize)
     for tensor in ordered:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilework.checkpoint.format import ITEM_BYTES, stored
+from tilework.checkpoint.format import TensorForm, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
 from tilework.layout import Box
@@ -32,22 +32,11 @@ def check_file_bytes(file_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorToSave:
+class TensorToSave(TensorForm):
     """The description of a tensor to save: boxes, each with the global ranks that hold it."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     tiles: tuple[tuple[Box, tuple[int, ...]], ...]
     layout: str = ""
-
-    @property
-    def itemsize(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
 
 
 class BoxToWrite(NamedTuple):
