@@ -25,21 +25,14 @@ _level = DebugLevel.OFF
 
 
 def get_debug_level() -> DebugLevel:
-    """The debug level of this process.
-
-    Example:
-        >>> set_debug_level(DebugLevel.OFF)
-        >>> get_debug_level()
-        <DebugLevel.OFF: 'OFF'>
-    """
+    """The debug level of this process."""
     return _level
 
 
 def set_debug_level(level: DebugLevel) -> None:
     """Set the debug level of this process; messages go to the logger ``tilework``.
 
-    Example:
-        >>> set_debug_level(DebugLevel.OFF)
+    Example: ``set_debug_level(DebugLevel.DETAIL)``.
     """
     global _level
     _level = level
@@ -53,11 +46,7 @@ def set_debug_level_from_env() -> None:
     Raises:
         ValueError: The variable holds a value other than OFF, INFO or DETAIL.
 
-    Example:
-        >>> import os
-        >>> os.environ["TILEWORK_DEBUG"] = "off"
-        >>> set_debug_level_from_env()
-        >>> del os.environ["TILEWORK_DEBUG"]
+    Example: ``set_debug_level_from_env()`` after a change of ``os.environ``.
     """
     variable = "TILEWORK_DEBUG" if "TILEWORK_DEBUG" in os.environ else "TORCH_DISTRIBUTED_DEBUG"
     value = os.environ.get(variable, "OFF")

@@ -333,12 +333,7 @@ def destroy_process_group(group: AnyGroup = None) -> None:
     Raises:
         ValueError: The group is not registered, or there is none.
 
-    Example:
-        >>> import tilework.distributed as dist
-        >>> dist.init_process_group("threads", store=dist.HashStore(), rank=0, world_size=1)
-        >>> dist.destroy_process_group()
-        >>> dist.is_initialized()
-        False
+    Example: see :func:`init_process_group`.
     """
     world = current_world()
     resolved = resolve(group)
@@ -647,14 +642,7 @@ def new_subgroups_by_enumeration(
     Raises:
         ValueError: No list was given, or a rank is in two of them.
 
-    Example:
-        >>> import tilework.distributed as dist
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mine, _ = dist.new_subgroups_by_enumeration([[0, 2], [1]])
-        ...     return dist.get_process_group_ranks(mine)
-        >>> run_ranks(3, program)
-        [[0, 2], [1], [0, 2]]
+    Example: ``new_subgroups_by_enumeration([[0, 2], [1]])``; see :func:`new_subgroups`.
     """
     if not ranks_per_subgroup_list:
         raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")

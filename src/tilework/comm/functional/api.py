@@ -362,13 +362,7 @@ def all_reduce_coalesced(
 ) -> list[Tensor]:
     """:func:`all_reduce` of each tensor; all start before the first wait.
 
-    Example:
-        >>> import torch
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     return [y.tolist() for y in all_reduce_coalesced([torch.ones(1), torch.ones(2)])]
-        >>> run_ranks(2, program)[0]
-        [[2.0], [2.0, 2.0]]
+    Example: ``y, z = all_reduce_coalesced([x, w])``; see :func:`all_reduce`.
     """
     return [all_reduce(tensor, op, group) for tensor in tensors]
 
@@ -379,11 +373,7 @@ def all_gather_into_tensor_coalesced(
 ) -> list[Tensor]:
     """:func:`all_gather_tensor` of each tensor; all start before the first wait.
 
-    Example:
-        >>> import torch
-        >>> from tilework.testing import run_ranks
-        >>> run_ranks(2, lambda rank: all_gather_into_tensor_coalesced([torch.tensor([rank])]))[0]
-        [tensor([0, 1])]
+    Example: as for :func:`all_gather_tensor`, with a list of tensors.
     """
     return [all_gather_tensor(tensor, 0, group) for tensor in tensors]
 
@@ -394,13 +384,7 @@ def reduce_scatter_tensor_coalesced(
 ) -> list[Tensor]:
     """:func:`reduce_scatter_tensor` of each tensor, with a dim for each.
 
-    Example:
-        >>> import torch
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     return reduce_scatter_tensor_coalesced([torch.tensor([1, 10])], "sum", [0])
-        >>> run_ranks(2, program)
-        [[tensor([2])], [tensor([20])]]
+    Example: ``reduce_scatter_tensor_coalesced([x, y], "sum", [0, 0])``.
     """
     if len(tensors) != len(scatter_dim):
         raise ValueError(
@@ -441,11 +425,7 @@ def reduce_from_group(tensor: Tensor, group: Group = None) -> Tensor:
     Forward: ``all_reduce``. Backward: nothing, the gradient passes unchanged. See
     :func:`copy_to_group`.
 
-    Example:
-        >>> import torch
-        >>> from tilework.testing import run_ranks
-        >>> run_ranks(2, lambda rank: reduce_from_group(torch.tensor([rank + 1.0])).item())
-        [3.0, 3.0]
+    Example: see :func:`copy_to_group`.
     """
     return run(kinds.ReduceFromGroup, tensor, named(group))
 

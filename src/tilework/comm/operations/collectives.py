@@ -91,15 +91,7 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """:func:`all_reduce` for several tensors of one dtype and device.
 
-    Example:
-        >>> import torch, tilework.distributed as dist
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     xs = [torch.ones(1), torch.full((2,), 2.0)]
-        ...     dist.all_reduce_coalesced(xs)
-        ...     return [x.tolist() for x in xs]
-        >>> run_ranks(2, program)[1]
-        [[2.0], [4.0, 4.0]]
+    Example: ``dist.all_reduce_coalesced([x, y])``; see :func:`all_reduce`.
     """
     pg = member(group, "all_reduce_coalesced")
     if pg is None:
@@ -516,11 +508,7 @@ def monitored_barrier(
     Raises:
         CollectiveTimeoutError: Some ranks did not come; ``error.ranks`` are these ranks.
 
-    Example:
-        >>> import tilework.distributed as dist
-        >>> from tilework.testing import run_ranks
-        >>> run_ranks(2, lambda rank: dist.monitored_barrier())
-        [None, None]
+    Example: ``dist.monitored_barrier()`` on every rank, as with :func:`barrier`.
     """
     pg = member(group, "monitored_barrier")
     if pg is not None:

@@ -94,14 +94,7 @@ def empty(
 ) -> DTensor:
     """A DTensor whose values are not set yet. Local; arguments and errors as for :func:`zeros`.
 
-    Example:
-        >>> from tilework.dtensor import Shard, empty, init_device_mesh
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     return empty([4, 3], device_mesh=mesh, placements=[Shard(0)]).fill_(2).sum().item()
-        >>> run_ranks(2, program)
-        [24.0, 24.0]
+    Example: see :func:`zeros`.
     """
     spec = _spec(size, layout, device_mesh, placements, order)
     return _filled(torch.empty, "empty", spec, dtype, requires_grad)
@@ -123,14 +116,7 @@ def full(
     Args:
         fill_value: The number. Without ``dtype``, the kind of number decides the dtype.
 
-    Example:
-        >>> from tilework.dtensor import Shard, full, init_device_mesh
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     return full((3,), 7, device_mesh=mesh, placements=[Shard(0)]).to_local().tolist()
-        >>> run_ranks(2, program)
-        [[7, 7], [7]]
+    Example: ``full((3,), 7, device_mesh=mesh, placements=[Shard(0)])``; see :func:`zeros`.
     """
 
     def make(shape: Sequence[int], **kwargs: Any) -> Tensor:
@@ -223,14 +209,7 @@ def randn(
 ) -> DTensor:
     """A DTensor of normally distributed numbers. As :func:`rand` otherwise.
 
-    Example:
-        >>> from tilework.dtensor import Shard, init_device_mesh, randn
-        >>> from tilework.testing import run_ranks
-        >>> def program(rank):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     return randn(4, 2, device_mesh=mesh, placements=[Shard(0)]).to_local().shape
-        >>> run_ranks(2, program)
-        [torch.Size([2, 2]), torch.Size([2, 2])]
+    Example: see :func:`rand`.
     """
     spec = _spec(size, layout, device_mesh, placements, order)
     return _drawn(Normal(), spec, dtype, requires_grad)
