@@ -325,10 +325,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def end_process() -> None:
-    """Close this process's groups, and wait up to a minute for running callbacks. Idempotent.
-
-    It also runs at the end of programs that do not destroy their groups.
-    """
+    """Close the groups, and wait up to a minute for callbacks; also runs at exit. Idempotent."""
     _process_world.end()
     finish_callbacks()
 
@@ -379,10 +376,7 @@ def get_default_store() -> Store:
 
 
 def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
-    """The tilework group that ``group`` means; None means the default group.
-
-    For a process group of torch.distributed it is the tilework group that runs the operations.
-    """
+    """The tilework group that ``group`` means, or that runs torch's; None: the default group."""
     return current_world().default() if group is None else native_group(group)
 
 

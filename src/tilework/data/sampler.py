@@ -20,10 +20,7 @@ Uneven = Literal["pad", "drop", "keep"]
 
 
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch takes the ``length`` rows of a dataset; the same on every rank.
-
-    With ``shuffle`` each epoch has another order, that of torch's DistributedSampler for this seed.
-    """
+    """The order of an epoch's rows, as of torch's DistributedSampler; the same on every rank."""
     if not shuffle:
         return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(seed + epoch)

@@ -142,10 +142,7 @@ class DTensorBase(TiledTensor):
 def _wrap_as(
     kind: type[DTensorT], local: Tensor, spec: DTensorSpec, digest: int | None = None
 ) -> DTensorT:
-    """The tensor of a class with this local tensor and layout. Unchecked; local.
-
-    Without a provenance digest, it has that of the contents.
-    """
+    """The tensor of a class, unchecked; the provenance digest is by default the contents'."""
     tensor: DTensorT = _make(
         kind, spec.size, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )
@@ -308,10 +305,7 @@ def grads_of(tensor: DTensorBase) -> GradRecord:
 
 
 def own_memory(tensor: DTensorBase) -> Memory:
-    """The record of a tensor, shared with tensors whose writes torch counts together.
-
-    Made if there is none.
-    """
+    """The record of a tensor, shared with tensors whose writes torch counts together."""
     memory = tensor._memory
     if memory is None:
         memory = tensor._memory = Memory()
@@ -340,10 +334,7 @@ def owner_of(tensor: DTensorBase) -> DTensorBase:
 
 
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of; None for no view, or one that left the graph.
-
-    ``detach()`` and ``data`` give views that are outside of the graph.
-    """
+    """The tensor that a view was made of; None for no view, or one outside of the graph."""
     if tensor._viewed is None or tensor._viewed[2] in APART:
         return None
     return tensor._viewed[0]

@@ -55,10 +55,7 @@ def _placement(placement: Placement) -> _Placement:
 
 
 def compact(local: Tensor) -> Tensor:
-    """The local tensor, detached, in a storage of exactly the tensor's size, as pickle writes all.
-
-    Without a copy if the elements fill the storage.
-    """
+    """The local tensor, detached, in a storage of exactly that size, as pickle writes all."""
     local = local.detach()
     fills = local.untyped_storage().nbytes() == local.nbytes
     fills = fills and is_dense(tuple(local.shape), local.stride())

@@ -37,10 +37,7 @@ class _Purpose:
 
 
 class ProgramCode:
-    """The code of a program, for one record or for several with equal skeletons.
-
-    Each call passes ``options``. Without a skeleton no other record joins.
-    """
+    """The code of a program, for all records of one skeleton; without skeleton for one record."""
 
     def __init__(
         self,

@@ -180,10 +180,7 @@ class StepRecord:
     # -- a call ------------------------------------------------------------------------------
 
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """Check that the program may run for a call, and return its inputs; None if it may not.
-
-        The key of the call has checked the layouts of the arguments.
-        """
+        """The inputs of a call of this record's key; None if the program may not run for it."""
         inputs = self._enter(leaves)
         if inputs is None or not self._layouts_hold(*inputs):
             if not self.is_current(leaves):

@@ -128,10 +128,7 @@ def _refuse_changed(place: StatePlace, value: Any, now: Any) -> NoReturn:
 
 
 def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]]:
-    """Conditions that places are empty before each call, as before the recorded call.
-
-    A step would do something else if a gradient, or an item that it makes, were there already.
-    """
+    """Conditions that what was absent in the recorded call, and the step makes, is absent again."""
     then = {identity_of(place) for place, _ in (*before.slots, *before.constants)}
     yield from ((place, None) for place, tensor in before.slots if tensor is None)
     for place, _ in graph.places:

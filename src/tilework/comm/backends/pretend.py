@@ -36,10 +36,7 @@ _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
 
 
 def moved_bytes(kind: str, rank: int, size: int, inputs: Parts, outputs: Parts) -> int:
-    """The bytes that group rank ``rank`` sends or receives in a collective, whichever is more.
-
-    As ``explain()`` counts them: an all-reduce is a reduce-scatter and an all-gather.
-    """
+    """The bytes that a rank sends or receives, whichever is more, as ``explain()`` counts them."""
     sent, received = _bytes_of(inputs), _bytes_of(outputs)
     if kind == "all_reduce":
         return 2 * received * (size - 1) // size

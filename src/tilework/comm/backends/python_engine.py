@@ -21,10 +21,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class PythonEngine(ABC):
-    """An engine of blocking operations, which run one at a time in the order of the calls.
-
-    Blocking calls run on the calling thread, asynchronous ones on the engine's thread.
-    """
+    """Runs operations one at a time: blocking calls on the caller's thread, others on a thread."""
 
     fault_type: type[Exception] = Fault
     refusals: tuple[type[Exception], ...] = ()

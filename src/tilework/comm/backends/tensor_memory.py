@@ -26,10 +26,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function``, of whose operators the program's modes (``FlopCounterMode``) see nothing.
-
-    Backends compute different things for one call: the last rank to come may compute for all.
-    """
+    """Hide operators of ``function`` from the program's modes: one rank may compute for all."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

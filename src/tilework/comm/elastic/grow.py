@@ -68,10 +68,7 @@ def tickets_waiting(group: ProcessGroup) -> bool:
 
 
 def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
-    """Make the group that follows ``group``, with the waiting newcomers let in, and return it.
-
-    Returns ``group`` itself if no newcomer waits, or if the new group could not be made.
-    """
+    """The group that follows ``group``, with newcomers; ``group`` itself if there are none."""
     world = current_world()
     record = world.record(group)
     if group is not world.default_group:

@@ -56,10 +56,7 @@ class WatchedStore(PrefixStore):
 
 
 def while_looking(act: Callable[[], T], store: Store) -> T:
-    """The result of ``act()``, which may wait long for other ranks, and runs on another thread.
-
-    Meanwhile the calling thread calls :func:`look`; if that raises, the other thread is abandoned.
-    """
+    """The result of ``act()``, run by another thread while this one calls :func:`look`."""
     future: Future[T] = Future()
 
     def run() -> None:

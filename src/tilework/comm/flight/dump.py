@@ -35,10 +35,7 @@ _OWN_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), ""
 
 
 def note_fault(cause: BaseException | str) -> None:
-    """Write the calling rank's flight record because of ``cause``, if TILEWORK_FLIGHT_DIR is set.
-
-    Never raises and never blocks on other ranks.
-    """
+    """Write the rank's flight record because of ``cause``, if asked to. Never raises or waits."""
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if not folder:
         return

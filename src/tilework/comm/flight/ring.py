@@ -153,10 +153,7 @@ class Tail(Protocol):
 
 
 def capacity_setting() -> int:
-    """The number of operations that a ring keeps: TILEWORK_FLIGHT_ENTRIES, or the default.
-
-    An invalid value counts as unset, because a diagnostic must not stop a program.
-    """
+    """The number of operations that a ring keeps: TILEWORK_FLIGHT_ENTRIES if it is valid."""
     text = os.environ.get(CAPACITY_VARIABLE, "")
     return min(int(text), _MAX_CAPACITY) if text.isdecimal() else DEFAULT_CAPACITY
 

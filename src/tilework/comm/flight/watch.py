@@ -71,10 +71,7 @@ def arm() -> None:
 
 @contextlib.contextmanager
 def armed() -> Iterator[None]:
-    """Listen for the signals, as after :func:`arm`, during a block.
-
-    If the process listened before the block, it listens after the block, too.
-    """
+    """Listen for the signals, as after :func:`arm`, during a block; afterwards as before."""
     before = _watch.thread
     arm()
     try:

@@ -108,10 +108,7 @@ class FunctionalCollective(ABC):
         """
 
     def empty(self, x: Tensor, group_rank: Callable[[], int]) -> Tensor:
-        """A tensor like the result for the input ``x``, with undefined elements, for traces.
-
-        Here the result is like ``x``. ``group_rank()`` gives this rank's number in the group.
-        """
+        """A tensor like the result for ``x``, for traces; ``group_rank()`` is this rank's."""
         return empty_like(x)
 
     @abstractmethod

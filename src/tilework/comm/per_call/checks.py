@@ -24,10 +24,7 @@ _REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def check_tensor(value: Any, name: str) -> Tensor:
-    """The tensor whose elements a collective can move; raises if ``value`` has none.
-
-    This is ``value`` itself, or the tensor inside a functional collective's result, after a wait.
-    """
+    """``value``, or the tensor in a functional collective's result; raises for anything else."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
     is_plain = type(value) in _PLAIN
@@ -81,10 +78,7 @@ def device_kind(tensor: Tensor) -> str:
 
 
 def address_of(tensor: Tensor) -> int:
-    """The address of the first element; of a tensor without memory a number that serves as such.
-
-    Such numbers differ between storages, and count bytes within a storage.
-    """
+    """The first element's address; without memory a number that counts bytes in a storage."""
     if not tensor.is_meta:
         return tensor.data_ptr()
     place = int(tensor.storage_offset()) * tensor.itemsize
@@ -116,10 +110,7 @@ def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tens
 
 
 def same_dtype(tensors: Iterable[Tensor], mix_complex: bool = True) -> None:
-    """Raise ValueError unless all tensors have the same dtype.
-
-    With ``mix_complex``, complex64 counts as float32, and complex128 as float64.
-    """
+    """Raise ValueError if dtypes differ; ``mix_complex`` takes complex64 for two float32."""
     first = None
     for tensor in tensors:
         dtype = _REAL_OF.get(tensor.dtype, tensor.dtype) if mix_complex else tensor.dtype

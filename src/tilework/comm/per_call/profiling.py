@@ -105,10 +105,7 @@ def record_comm(name: str) -> Iterator[None]:
 
 
 def follow(tell: Callable[[bool], None]) -> None:
-    """Call ``tell`` with True when a profiler or listener starts, and with False when none is left.
-
-    torch has no hook for this, so this wraps torch's function that keeps the flag.
-    """
+    """Call ``tell`` with True when a profiler or listener starts, with False when none is left."""
     _followers.append(tell)
     keep = getattr(profiler, _SETTER, None)
     if keep is None:

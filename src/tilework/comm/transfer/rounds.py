@@ -54,10 +54,7 @@ def _weight(dtype: torch.dtype) -> int:
 
 
 class ReducingTensors:
-    """The source and target tensors of a plan in rounds, for a plan that reduces.
-
-    The terms that arrive in a round are reduced into the target at the end of the round.
-    """
+    """The tensors of a plan that reduces: a round's terms are reduced at the end of it."""
 
     def __init__(self, local: LocalTransfer, rounds: int) -> None:
         self._local = local

@@ -56,10 +56,7 @@ def agree_on_mode(
 
 
 def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn:
-    """Raise ``error`` on this rank, and an error that names this rank on all other ranks.
-
-    Collective: this rank calls it instead of :func:`agree_on_mode`, which the other ranks call.
-    """
+    """Raise ``error``; other ranks' :func:`agree_on_mode` raises an error that names this rank."""
 
     def give_up() -> NoReturn:
         raise error

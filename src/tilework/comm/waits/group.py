@@ -49,10 +49,7 @@ def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
 
 @dataclass
 class GroupWait:
-    """The wait of a rank for the other ranks while a group is made.
-
-    Any rank's failure ends the wait of all ranks, who read it in the group's store.
-    """
+    """The wait of a rank while a group is made; any rank's failure in the store ends it."""
 
     #: The name of the group, for errors and notices.
     name: str

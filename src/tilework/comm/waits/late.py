@@ -41,10 +41,7 @@ class LateWaits:
         self._gone: Store | None = None
 
     def look(self, world: World) -> None:
-        """Print a line about late ranks, if it is time for it. Runs on the waiting thread.
-
-        Of the ranks that wait in one collective, only the first prints.
-        """
+        """Print a line about late ranks, if it is time, and no other rank of the group has."""
         now = time.monotonic()
         if now < self._next_look:
             return

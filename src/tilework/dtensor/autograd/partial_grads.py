@@ -143,10 +143,7 @@ def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
 
 
 def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
-    """The local tensor for an operator whose gradient is partial along ``axes``, if it is recorded.
-
-    All uses share this alias until the tensor is written to.
-    """
+    """The local tensor whose gradient is partial along ``axes``, for all uses until a write."""
     local = local_of(tensor)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return local

@@ -216,10 +216,7 @@ def _count(more: int) -> None:
 
 
 def begin_operator(operator: str, gathered: bool = False) -> None:
-    """Report an operator that is about to move tensors; raise if it gathers within ``strict()``.
-
-    Called only if an ``explain`` or ``strict`` block is open.
-    """
+    """Report an operator that will move tensors to open blocks; ``strict()`` may raise."""
     recorder = _recorder()
     recorder.operator, recorder.gathered = operator, gathered
     if gathered and recorder.strict:
