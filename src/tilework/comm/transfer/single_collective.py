@@ -16,20 +16,23 @@ from tilework.comm.transfer.local_transfer import MOVED, LocalTransfer, flat, in
 from tilework.layout import Piece
 
 CollectiveCall = Callable[[], object]
-_Finder = Callable[[LocalTransfer], CollectiveCall | None]
+_Tensors = list[Tensor]
 
 
 def single_call(local: LocalTransfer) -> CollectiveCall | None:
     """The call that runs the whole plan as one collective; None if that would need packing."""
-    collective = local.plan.collective
-    if local.plan.reduces:
-        backend = backend_for(local.pg, local.device.type)
-        if not backend.reduces(local.reduce_op, local.dtype):
-            return None
+    kind, pg = local.plan.collective.kind, local.pg
     # If several subgroups each run the collective, an exchange of all ranks does the same.
-    everyone = len(collective.ranks) == local.pg.size()
-    find = _FINDERS[collective.kind] if everyone else _all_to_all
-    return find(local)
+    everyone = len(local.plan.collective.ranks) == pg.size()
+    if local.plan.reduces:
+        backend = backend_for(pg, local.device.type)
+        may_reduce = everyone and backend.reduces(local.reduce_op, local.dtype)
+        return _REDUCTIONS[kind](local) if may_reduce and kind in _REDUCTIONS else None
+    inputs = _tensors(local, local.sends, local.source_view)
+    outputs = _tensors(local, local.receives, local.target_view)
+    if inputs is None or outputs is None:
+        return None
+    return (_MOVES[kind] if everyone else _all_to_all)(local, inputs, outputs)
 
 
 def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
@@ -38,18 +41,10 @@ def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
     return all([(p.src_tile, p.box) for p in stream] == first for stream in streams)
 
 
-def _outgoing(local: LocalTransfer) -> list[Tensor] | None:
-    """The tensor to send to each rank; None if a rank gets several pieces, or packing is needed."""
-    return _tensors(local, local.sends, local.source_view)
-
-
-def _incoming(local: LocalTransfer) -> list[Tensor] | None:
-    return _tensors(local, local.receives, local.target_view)
-
-
 def _tensors(
     local: LocalTransfer, streams: Sequence[Sequence[Piece]], view: Callable[[Piece], Tensor]
-) -> list[Tensor] | None:
+) -> _Tensors | None:
+    """A tensor for each rank; None if a rank gets several pieces, or packing is needed."""
     rows = local.pg.takes_rows and not local.plan.reduces and local.memory_dtype in MOVED
     tensors = []
     for pieces in streams:
@@ -68,29 +63,22 @@ def _fits(local: LocalTransfer, tensors: Sequence[Tensor]) -> bool:
     return local.pg.uneven_sizes or len({tensor.numel() for tensor in tensors}) == 1
 
 
-def _all_to_all(local: LocalTransfer) -> CollectiveCall | None:
+def _all_to_all(local: LocalTransfer, inputs: _Tensors, outputs: _Tensors) -> CollectiveCall | None:
     # Backends that want equal sizes pack other sizes themselves, into unbounded memory.
-    if local.plan.reduces or not local.pg.uneven_sizes:
-        return None
-    inputs, outputs = _outgoing(local), _incoming(local)
-    if inputs is None or outputs is None:
+    if not local.pg.uneven_sizes:
         return None
     return lambda: collectives.all_to_all(outputs, inputs, local.pg)
 
 
-def _all_gather(local: LocalTransfer) -> CollectiveCall | None:
-    inputs, outputs = _outgoing(local), _incoming(local)
-    if inputs is None or outputs is None or not same_for_all(local.sends):
-        return None
-    if not _fits(local, outputs):
+def _all_gather(local: LocalTransfer, inputs: _Tensors, outputs: _Tensors) -> CollectiveCall | None:
+    if not same_for_all(local.sends) or not _fits(local, outputs):
         return None
     return lambda: collectives.all_gather(outputs, inputs[0], local.pg)
 
 
-def _gather(local: LocalTransfer) -> CollectiveCall | None:
+def _gather(local: LocalTransfer, inputs: _Tensors, outputs: _Tensors) -> CollectiveCall | None:
     root = _root(local)
-    inputs, outputs = _outgoing(local), _incoming(local)
-    if inputs is None or outputs is None or not _only(local.sends, root):
+    if not _only(local.sends, root):
         return None
     at_root = local.pg.rank() == root
     if not _fits(local, outputs) if at_root else any(local.receives):
@@ -99,10 +87,9 @@ def _gather(local: LocalTransfer) -> CollectiveCall | None:
     return lambda: collectives.gather(inputs[root], into, group=local.pg, group_dst=root)
 
 
-def _scatter(local: LocalTransfer) -> CollectiveCall | None:
+def _scatter(local: LocalTransfer, inputs: _Tensors, outputs: _Tensors) -> CollectiveCall | None:
     root = _root(local)
-    inputs, outputs = _outgoing(local), _incoming(local)
-    if inputs is None or outputs is None or not _only(local.receives, root):
+    if not _only(local.receives, root):
         return None
     at_root = local.pg.rank() == root
     if not _fits(local, inputs) if at_root else any(local.sends):
@@ -111,10 +98,9 @@ def _scatter(local: LocalTransfer) -> CollectiveCall | None:
     return lambda: collectives.scatter(outputs[root], parts, group=local.pg, group_src=root)
 
 
-def _broadcast(local: LocalTransfer) -> CollectiveCall | None:
+def _broadcast(local: LocalTransfer, inputs: _Tensors, outputs: _Tensors) -> CollectiveCall | None:
     root = _root(local)
-    inputs, outputs = _outgoing(local), _incoming(local)
-    if inputs is None or outputs is None or not _only(local.receives, root):
+    if not _only(local.receives, root):
         return None
     if local.pg.rank() != root:
         if any(local.sends):
@@ -147,7 +133,7 @@ def _all_reduce(local: LocalTransfer) -> CollectiveCall | None:
 
 def _reduce_scatter(local: LocalTransfer) -> CollectiveCall | None:
     outputs = list(local.target.tensors.values()) or [local.nothing]
-    result, inputs = flat(outputs[0]), _outgoing(local)
+    result, inputs = flat(outputs[0]), _tensors(local, local.sends, local.source_view)
     if len(outputs) > 1 or result is None or inputs is None or not _in_order_of_ranks(local):
         return None
     if not _fits(local, inputs):
@@ -176,12 +162,11 @@ def _root(local: LocalTransfer) -> int:
     return local.pg.group_ranks[root]
 
 
-_FINDERS: dict[str, _Finder] = {
+_MOVES: dict[str, Callable[[LocalTransfer, _Tensors, _Tensors], CollectiveCall | None]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "gather": _gather,
     "scatter": _scatter,
     "broadcast": _broadcast,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
 }
+_REDUCTIONS = {"all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter}
