@@ -42,13 +42,18 @@ def _has_indices(input: Arg, target: Arg) -> bool:
 
 
 class _LossFactors:
-    """The factors of a loss of logits: of the classes, of the other dims, and of all."""
+    """The factors of a loss of logits: of the classes, and of the other dims."""
 
-    def __init__(self, input: Arg) -> None:
+    def __init__(self, input: Arg, target: Arg, weight: Arg | None, needs_all: bool) -> None:
         at = _class_dim(input)
-        self.classes = Factor(input.shape[at], "classes")
+        self.classes = Factor(input.shape[at], "classes", unshardable=needs_all)
         self.elements = factors_of((*input.shape[:at], *input.shape[at + 1 :]))
-        self.input = [*self.elements[:at], self.classes, *self.elements[at:]]
+        every = [*self.elements[:at], self.classes, *self.elements[at:]]
+        #: The factors of each argument's dims.
+        self.dims: dict[Arg, Any] = {input: every}
+        self.dims[target] = every if target.shape == input.shape else self.elements
+        if weight is not None:
+            self.dims[weight] = [self.classes]
 
 
 def _valid(input: Any, weight: Any) -> bool:
@@ -91,10 +96,7 @@ def _nll_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
 ) -> RuleResult:
     """The rule of ``nll_loss``: partial sums over local classes; a mean has two."""
-    loops = _LossFactors(input)
-    dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
-    if weight is not None:
-        dims[weight] = [loops.classes]
+    loops = _LossFactors(input, target, weight, needs_all=False)
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         span = LocalIndexRange(ranges, loops.classes)
@@ -111,10 +113,9 @@ def _nll_rule(
         return losses
 
     if reduction == MEAN:
-        return local_call(dims, [[None]], run=run, shapes=[(2,)])
-    return local_call(
-        dims, [loops.elements if reduction == NONE else []], run=run, linear=[[input]]
-    )
+        return local_call(loops.dims, [[None]], run=run, shapes=[(2,)])
+    outputs = [loops.elements if reduction == NONE else []]
+    return local_call(loops.dims, outputs, run=run, linear=[[input]])
 
 
 def _local_classes(
@@ -178,11 +179,7 @@ def _cross_entropy(
         return Decomposition(_sharded_cross_entropy)
     if indices and reduction == MEAN and not _are_replicated(input, target, weight):
         return Decomposition(_mean_cross_entropy)
-    loops = _LossFactors(input)
-    loops.classes.unshardable = True
-    dims = {input: loops.input, target: loops.elements if indices else loops.input}
-    if weight is not None:
-        dims[weight] = [loops.classes]
+    loops = _LossFactors(input, target, weight, needs_all=True)
     arguments = {
         "input": input,
         "target": target,
@@ -191,7 +188,7 @@ def _cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
     }
-    return reduce_loss(_nn.cross_entropy_loss, arguments, dims, loops.elements)
+    return reduce_loss(_nn.cross_entropy_loss, arguments, loops.dims, loops.elements)
 
 
 def _mean_cross_entropy(
@@ -210,11 +207,7 @@ def _mean_cross_entropy(
 def _cross_entropy_sums_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
 ) -> RuleResult:
-    loops = _LossFactors(input)
-    loops.classes.unshardable = True
-    dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
-    if weight is not None:
-        dims[weight] = [loops.classes]
+    dims = _LossFactors(input, target, weight, needs_all=True).dims
     return local_call(dims, [[None]], shapes=[(2,)])
 
 
@@ -260,16 +253,10 @@ def _sharded_cross_entropy(
 def _class_sums_rule(
     input: Any, top: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float
 ) -> RuleResult:
-    loops = _LossFactors(input)
+    loops = _LossFactors(input, target, weight, needs_all=False)
     at = _class_dim(input)
     indices = target.shape != input.shape
-    dims: dict[Arg, Any] = {
-        input: loops.input,
-        top: [*loops.elements[:at], None, *loops.elements[at:]],
-        target: loops.elements if indices else loops.input,
-    }
-    if weight is not None:
-        dims[weight] = [loops.classes]
+    loops.dims[top] = [*loops.elements[:at], None, *loops.elements[at:]]
     rows = 4 if indices else 3
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
@@ -289,7 +276,7 @@ def _class_sums_rule(
         return sums
 
     shape = (rows, *(factor.size for factor in loops.elements))
-    return local_call(dims, [[None, *loops.elements]], run=run, shapes=[shape])
+    return local_call(loops.dims, [[None, *loops.elements]], run=run, shapes=[shape])
 
 
 def _sums_of_indices(
