@@ -30,6 +30,7 @@ from tilework.tiled.op_rules import (
     OpCall,
     RuleFunction,
     RuleResult,
+    composed,
     local_call,
     match_pattern,
     unchanged,

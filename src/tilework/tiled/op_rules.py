@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +127,16 @@ class Decomposition(OpCall):
 
     run: Callable[..., Any]
     is_checked: bool = False
+
+
+def composed(compute: Callable[..., Any]) -> RuleFunction:
+    """The rule of an operator that is always computed by others, as ``compute`` does."""
+
+    @wraps(compute)
+    def answer(*_: Any, **__: Any) -> RuleResult:
+        return Decomposition(compute)
+
+    return answer
 
 
 def unchanged(input: Any, *args: Any, **kwargs: Any) -> Any:

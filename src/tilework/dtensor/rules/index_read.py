@@ -24,6 +24,7 @@ from tilework.tiled import (
     RuleResult,
     broadcast,
     broadcast_shape,
+    composed,
     dtensor_rule,
     local_call,
 )
@@ -170,11 +171,8 @@ def _index_local(x: Tensor, at: Sequence[Any]) -> Tensor:
 
 
 @dtensor_rule("index_select")
-def _index_select(input: Arg, dim: int, index: Arg) -> RuleResult:
-    return Decomposition(_select_at)
-
-
-def _select_at(input: Tensor, dim: int, index: Tensor) -> Tensor:
+@composed
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
     index = reduce_partial(index)
     numbers = local_graph.plain(index)
     if numbers.numel() and int(numbers.min()) < 0:
@@ -239,26 +237,23 @@ def narrow_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
 
 
 @dtensor_rule("take")
-def _take(input: Arg, index: Arg) -> RuleResult:
-    return Decomposition(
-        lambda input, index: take_at(input.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
-    )
+@composed
+def _take(input: Tensor, index: Tensor) -> Tensor:
+    return take_at(input.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
 
 
 @dtensor_rule("take_along_dim")
-def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> RuleResult:
-    def compute(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-        if dim is None:
-            return input.reshape(-1).gather(0, indices.reshape(-1))
-        indices = torch.where(indices < 0, indices + input.shape[dim], indices)
-        sizes, wanted = list(input.shape), list(indices.shape)
-        sizes[dim] = wanted[dim] = 1
-        both = list(common_shape(sizes, wanted))
-        sizes, wanted = list(both), list(both)
-        sizes[dim], wanted[dim] = input.shape[dim], indices.shape[dim]
-        return input.expand(sizes).gather(dim, indices.expand(wanted))
-
-    return Decomposition(compute)
+@composed
+def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)
+    sizes, wanted = list(input.shape), list(indices.shape)
+    sizes[dim] = wanted[dim] = 1
+    both = list(common_shape(sizes, wanted))
+    sizes, wanted = list(both), list(both)
+    sizes[dim], wanted[dim] = input.shape[dim], indices.shape[dim]
+    return input.expand(sizes).gather(dim, indices.expand(wanted))
 
 
 @dtensor_rule("repeat_interleave")
@@ -286,12 +281,9 @@ def _repeat_each(
 # -- masks -----------------------------------------------------------------------------------
 
 
-@dtensor_rule("nonzero")
-def _nonzero(input: Arg, *, as_tuple: bool = False) -> RuleResult:
-    return Decomposition(_nonzero_indices)
-
-
-def _nonzero_indices(input: DTensor, *, as_tuple: bool = False) -> Any:
+@dtensor_rule("nonzero", "argwhere")
+@composed
+def _nonzero(input: DTensor, *, as_tuple: bool = False) -> Any:
     """The indices of non-zero elements, replicated; only a mask is communicated."""
     mask = input if input.dtype is torch.bool else input != 0
     places = full_value(mask.detach(), "nonzero").nonzero()
@@ -300,9 +292,6 @@ def _nonzero_indices(input: DTensor, *, as_tuple: bool = False) -> Any:
     if input.dim() == 0:
         places = places.new_zeros((len(places), 1))
     return tuple([as_replicated(indices, input) for indices in places.unbind(1)])
-
-
-dtensor_rule("argwhere")(lambda input: Decomposition(_nonzero_indices))
 
 
 @dtensor_rule("masked_select")

@@ -24,7 +24,7 @@ from tilework.dtensor.rules.slicing import (
 )
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.moved_views import window_after
-from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_rule
+from tilework.tiled import Arg, Decomposition, RuleResult, composed, dtensor_rule
 
 
 @dtensor_rule("__getitem__", is_view=True)
@@ -58,10 +58,7 @@ def _get(input: Tensor, index: Any) -> Tensor:
 
 
 @dtensor_rule("__setitem__")
-def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
-    return Decomposition(_set)
-
-
+@composed
 def _set(input: DTensor, index: Any, value: Any) -> None:
     if not isinstance(value, (Tensor, int, float, complex)):  # torch refuses most other values
         torch.zeros(1, dtype=input.dtype)[0] = value
@@ -104,11 +101,7 @@ def _as_index(indices: Any) -> tuple[Any, ...]:
     return tuple([slice(None) if index is None else index for index in indices])
 
 
-@dtensor_rule("index")
-def _index(input: Arg, indices: Any) -> RuleResult:
-    return Decomposition(lambda input, indices: input[_as_index(indices)])
-
-
+dtensor_rule("index")(composed(lambda input, indices: input[_as_index(indices)]))
 register_writer("index_put", no_local_rule, _index_put)
 
 

@@ -30,6 +30,7 @@ from tilework.tiled import (
     LocalCall,
     RuleResult,
     canonical_name,
+    composed,
     dtensor_handler,
     dtensor_rule,
     entry_of,
@@ -45,11 +46,6 @@ def _view(input: Arg, *shape: Any, **named: Any) -> RuleResult:
     return Decomposition(_as_dtype) if isinstance(given, torch.dtype) else None
 
 
-@dtensor_rule("view_as_complex")
-def _view_as_complex(input: Arg) -> RuleResult:
-    return Decomposition(_as_complex)
-
-
 def _as_dtype(input: Any, dtype: torch.dtype) -> Tensor:
     count = dtype.itemsize // input.dtype.itemsize
     if count > 1 and (start := offset_of(input)) % count:
@@ -60,6 +56,8 @@ def _as_dtype(input: Any, dtype: torch.dtype) -> Tensor:
     return _bytes_as(input, dtype)
 
 
+@dtensor_rule("view_as_complex")
+@composed
 def _as_complex(input: Any) -> Tensor:
     if (start := offset_of(input)) % 2:
         raise RuntimeError(

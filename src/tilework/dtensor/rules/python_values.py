@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import full_value
-from tilework.tiled import Arg, Decomposition, RuleResult, dtensor_handler, dtensor_rule
+from tilework.tiled import Arg, Decomposition, RuleResult, composed, dtensor_handler, dtensor_rule
 
 
 @dtensor_rule("equal")
@@ -19,11 +19,8 @@ def _equal(input: Arg, other: Arg) -> RuleResult:
 
 
 @dtensor_rule("allclose")
-def _allclose(input: Arg, other: Arg, *options: Any, **named: Any) -> RuleResult:
-    return Decomposition(_all_close)
-
-
-def _all_close(input: Tensor, other: Tensor, *options: Any, **named: Any) -> bool:
+@composed
+def _allclose(input: Tensor, other: Tensor, *options: Any, **named: Any) -> bool:
     return bool(torch.isclose(input, other, *options, **named).all())
 
 

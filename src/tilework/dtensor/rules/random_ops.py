@@ -22,6 +22,7 @@ from tilework.layout import Replicate, Shard
 from tilework.tiled import (
     Decomposition,
     RuleResult,
+    composed,
     dtensor_handler,
     dtensor_rule,
     register,
@@ -187,30 +188,24 @@ def _with_zero_gradient(drawn: Tensor, input: Tensor) -> Tensor:
 
 
 @dtensor_rule("bernoulli")
-def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResult:
-    def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
-        if p is None:
-            return _with_zero_gradient(_bernoulli_of(input, input, generator), input)
-        return _with_zero_gradient(
-            torch.empty_like(input).bernoulli_(p, generator=generator), input
-        )
-
-    return Decomposition(run)
+@composed
+def _bernoulli(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
+    if p is None:
+        return _with_zero_gradient(_bernoulli_of(input, input, generator), input)
+    return _with_zero_gradient(torch.empty_like(input).bernoulli_(p, generator=generator), input)
 
 
 @dtensor_rule("normal")
-def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResult:
-    def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
-        if isinstance(std, Tensor):
-            _check_all("normal expects all elements of std >= 0", std >= 0)
-        elif not std >= 0:
-            raise RuntimeError(f"normal expects std >= 0, but found {std}")
-        like = mean + std  # has the shape and the layout that both broadcast to
-        with torch.no_grad():
-            drawn = mean + std * torch.empty_like(like).normal_(generator=generator)
-        return _with_zero_gradient(drawn, like)
-
-    return Decomposition(run)
+@composed
+def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    if isinstance(std, Tensor):
+        _check_all("normal expects all elements of std >= 0", std >= 0)
+    elif not std >= 0:
+        raise RuntimeError(f"normal expects std >= 0, but found {std}")
+    like = mean + std  # has the shape and the layout that both broadcast to
+    with torch.no_grad():
+        drawn = mean + std * torch.empty_like(like).normal_(generator=generator)
+    return _with_zero_gradient(drawn, like)
 
 
 def _without_checks(func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from tilework.tiled import (
     Factor,
     LocalRanges,
     RuleResult,
+    composed,
     dtensor_rule,
     factors_of,
     local_call,
@@ -61,11 +62,8 @@ def _histc_of_range(input: Tensor, bins: int = 100, min: float = 0, max: float =
 
 
 @dtensor_rule("bincount")
-def _bincount(input: Arg, weights: Arg | None = None, minlength: int = 0) -> RuleResult:
-    return Decomposition(_bincount_of_size)
-
-
-def _bincount_of_size(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+@composed
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     least, most = input.aminmax() if input.numel() else (None, None)
     if least is not None and least.item() < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")

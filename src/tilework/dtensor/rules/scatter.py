@@ -17,10 +17,10 @@ from tilework.dtensor.rules.index_write import on_mesh, register_writer
 from tilework.dtensor.views.moved_views import window_after
 from tilework.tiled import (
     Arg,
-    Decomposition,
     Factor,
     LocalRanges,
     RuleResult,
+    composed,
     dtensor_rule,
     local_call,
 )
@@ -155,38 +155,25 @@ def _copy_with(
 
 
 @dtensor_rule("diagonal_scatter")
-def _diagonal_scatter(input: Arg, src: Arg, *_: Any, **__: Any) -> RuleResult:
-    def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def view(x: Tensor) -> Tensor:
-            return torch.diagonal(x, *args, **kwargs)
+@composed
+def _diagonal_scatter(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def view(x: Tensor) -> Tensor:
+        return torch.diagonal(x, *args, **kwargs)
 
-        return _copy_with(input, src, view, lambda copy: view(copy).copy_(src))
-
-    return Decomposition(compute)
+    return _copy_with(input, src, view, lambda copy: view(copy).copy_(src))
 
 
 @dtensor_rule("select_scatter")
-def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
-    def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-        at = (slice(None),) * dim_at(dim, input.dim()) + (index,)
-        return _copy_with(input, src, itemgetter(at), lambda x: Tensor.__setitem__(x, at, src))
-
-    return Decomposition(compute)
+@composed
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    at = (slice(None),) * dim_at(dim, input.dim()) + (index,)
+    return _copy_with(input, src, itemgetter(at), lambda x: Tensor.__setitem__(x, at, src))
 
 
 @dtensor_rule("slice_scatter")
+@composed
 def _slice_scatter(
-    input: Arg, src: Arg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> RuleResult:
-    def compute(
-        input: Tensor,
-        src: Tensor,
-        dim: int = 0,
-        start: int | None = None,
-        end: int | None = None,
-        step: int = 1,
-    ) -> Tensor:
-        at = (slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)
-        return _copy_with(input, src, itemgetter(at), lambda x: Tensor.__setitem__(x, at, src))
-
-    return Decomposition(compute)
+    input: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    at = (slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)
+    return _copy_with(input, src, itemgetter(at), lambda x: Tensor.__setitem__(x, at, src))

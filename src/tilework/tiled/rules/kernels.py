@@ -16,6 +16,7 @@ from tilework.tiled.op_rules import (
     Decomposition,
     LocalRanges,
     RuleResult,
+    composed,
     local_call,
     match_pattern,
 )
@@ -23,7 +24,6 @@ from tilework.tiled.op_table import rule
 from tilework.tiled.rules.convolution import grid_sampled
 from tilework.tiled.rules.dim_ops import factors_but
 from tilework.tiled.rules.empty_shards import allow_empty_shards, with_row_for_empty
-from tilework.tiled.rules.rearranging import composed_rule
 from tilework.tiled.rules.reduction_args import dims_of
 
 _torch: Any = torch
@@ -34,7 +34,7 @@ def _native_dropout_backward(grad_output: Any, mask: Any, scale: Any) -> RuleRes
     return match_pattern("d*, d* -> d*", [grad_output, mask])
 
 
-rule("alias_copy")(lambda input: Decomposition(torch.clone))
+rule("alias_copy")(composed(lambda input: input.clone()))
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
@@ -186,19 +186,19 @@ def _tensorsolve(input: Arg, other: Arg, dims: Any = None) -> RuleResult:
     return Decomposition(compute, is_checked=True) if fits else None
 
 
+@rule("_unsafe_masked_index")
+@composed
 def _masked_index(input: Tensor, mask: Tensor, indices: Any, fill: Any) -> Tensor:
     found: Tensor = input[_clamped(input, indices)]
     return found.masked_fill(~mask, fill)
 
 
+@rule("_unsafe_masked_index_put_accumulate")
+@composed
 def _masked_index_put(input: Tensor, mask: Tensor, indices: Any, values: Tensor) -> Tensor:
     kept = values.masked_fill(~mask, 0)
     result: Tensor = torch.index_put(input, _clamped(input, indices), kept, accumulate=True)
     return result
-
-
-rule("_unsafe_masked_index")(composed_rule(_masked_index))
-rule("_unsafe_masked_index_put_accumulate")(composed_rule(_masked_index_put))
 
 
 def _clamped(input: Tensor, indices: Sequence[Tensor | None]) -> tuple[Any, ...]:

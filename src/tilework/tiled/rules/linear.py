@@ -29,6 +29,7 @@ from tilework.tiled.op_rules import (
     match_pattern,
 )
 from tilework.tiled.op_table import rule
+from tilework.tiled.rules.reshaping import one_by_one
 
 
 def product(text: str, a: Arg, b: Arg) -> RuleResult:
@@ -241,13 +242,6 @@ def _is_aligned(*tensors: Tensor) -> bool:
 # -- of any number of factors ----------------------------------------------------------------
 
 
-def _tensors_of(values: Sequence[Any]) -> list[Arg]:
-    """Tensors that were passed one by one or in one sequence."""
-    if len(values) == 1 and isinstance(values[0], (list, tuple)):
-        values = values[0]
-    return list(values)
-
-
 def _multilinear(
     tensors: Sequence[Arg], dims_of_each: Sequence[DimFactors], out: Sequence[Dim]
 ) -> RuleResult:
@@ -260,7 +254,7 @@ def _multilinear(
 
 @rule("chain_matmul", "linalg_multi_dot")
 def _chain(*matrices: Any) -> RuleResult:
-    tensors = _tensors_of(matrices)
+    tensors = one_by_one(matrices)
     factors = [factors_of(tensor.shape) for tensor in tensors]
     for before, after in itertools.pairwise(factors):
         after[0] = before[-1]
@@ -311,7 +305,7 @@ Names = list[str | int]
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> RuleResult:
     """The call of an equation, which already is a factor map."""
-    tensors = _tensors_of(operands)
+    tensors = one_by_one(operands)
     parsed = _parsed(equation, [tensor.ndim for tensor in tensors])
     if parsed is None:
         return None
@@ -322,7 +316,7 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
     if len(names) == 1 and set(result) == set(names[0]) and len(result) == len(set(result)):
         if any(factors[n].size != size for n, size in zip(names[0], tensors[0].shape, strict=True)):
             return None  # torch raises
-        return Decomposition(lambda equation, *operands: _shown(_only(operands), names[0], result))
+        return Decomposition(lambda _, *given: _shown(one_by_one(given)[0], names[0], result))
     dims_of_each = [
         dim_factors([
             factors[name] if factors[name].size == size else None
@@ -331,12 +325,6 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
         for names_of_dims, tensor in zip(names, tensors, strict=True)
     ]  # fmt: skip
     return _multilinear(tensors, dims_of_each, dim_factors([factors[name] for name in result]))
-
-
-def _only(operands: Any) -> Tensor:
-    """The single operand of an einsum, which may be passed alone or in a sequence."""
-    tensor: Tensor = operands[0] if isinstance(operands[0], Tensor) else operands[0][0]
-    return tensor
 
 
 def _shown(tensor: Tensor, names: Names, result: Names) -> Tensor:

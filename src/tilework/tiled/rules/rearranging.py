@@ -11,9 +11,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilework.tiled.factors import Dim, Factor
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalRanges,
+    RuleResult,
+    composed,
+    local_call,
+)
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.reshaping import atleast_1d, atleast_2d, atleast_3d, dim_at, sizes_of
+from tilework.tiled.rules.reshaping import (
+    atleast_1d,
+    atleast_2d,
+    atleast_3d,
+    dim_at,
+    one_by_one,
+    sizes_of,
+)
 
 
 def cat_shape(tensors: Sequence[Any], dim: int) -> tuple[int, ...]:
@@ -85,23 +99,27 @@ def _stack(tensors: Sequence[Arg], dim: int = 0, **_: Any) -> RuleResult:
     )
 
 
-def composed_rule(compute: Callable[..., Any]) -> Callable[..., RuleResult]:
-    """The rule of an operator that is composed of others."""
-    return lambda *_, **__: Decomposition(compute)
-
-
+@rule("hstack")
+@composed
 def _hstack(tensors: Sequence[Tensor]) -> Tensor:
     tensors = list(map(atleast_1d, tensors))
     return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
 
 
+rule("vstack")(composed(lambda tensors: torch.cat([atleast_2d(x) for x in tensors], 0)))
+rule("dstack")(composed(lambda tensors: torch.cat([atleast_3d(x) for x in tensors], 2)))
+
+
+@rule("column_stack")
+@composed
 def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1, 1) if x.dim() <= 1 else x for x in tensors], 1)
 
 
+@rule("block_diag")
+@composed
 def _block_diag(*tensors: Any) -> Tensor:
-    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
-    blocks = list(map(atleast_2d, given))
+    blocks = list(map(atleast_2d, one_by_one(tensors)))
     for at, block in enumerate(blocks):
         if block.dim() > 2:
             raise RuntimeError(
@@ -116,6 +134,8 @@ def _block_diag(*tensors: Any) -> Tensor:
     return torch.cat(rows, 0)
 
 
+@rule("kron")
+@composed
 def _kron(input: Tensor, other: Tensor) -> Tensor:
     ndim = max(input.dim(), other.dim())
     a = input.reshape((1,) * (ndim - input.dim()) + tuple(input.shape))
@@ -126,32 +146,26 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
     return (a * b).reshape(shape)
 
 
+@rule("cartesian_prod")
+@composed
 def _cartesian_prod(*tensors: Any) -> Tensor:
-    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    given = one_by_one(tensors)
     if len(given) == 1:
         return given[0]  # type: ignore[no-any-return]
     grid = torch.meshgrid(*given, indexing="ij")
     return torch.stack([coordinate.reshape(-1) for coordinate in grid], 1)
 
 
+@rule("combinations")
+@composed
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     places = torch.arange(input.shape[0], device=input.device)
     return input[torch.combinations(places, r, with_replacement)]
 
 
-rule("hstack")(composed_rule(_hstack))
-rule("vstack")(composed_rule(lambda tensors: torch.cat([atleast_2d(x) for x in tensors], 0)))
-rule("dstack")(composed_rule(lambda tensors: torch.cat([atleast_3d(x) for x in tensors], 2)))
-rule("column_stack")(composed_rule(_column_stack))
-rule("block_diag")(composed_rule(_block_diag))
-rule("kron")(composed_rule(_kron))
-rule("cartesian_prod")(composed_rule(_cartesian_prod))
-rule("combinations")(composed_rule(_combinations))
-
-
 @rule("meshgrid")
 def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
-    given: Sequence[Arg] = tensors if tensors and isinstance(tensors[0], Arg) else tensors[0]
+    given: Sequence[Arg] = one_by_one(tensors)
     alike = len({arg.dtype for arg in given if isinstance(arg, Arg)}) == 1
     if not alike or any(arg.ndim > 1 for arg in given) or indexing not in (None, "ij", "xy"):
         return None  # torch raises where it is run
@@ -160,7 +174,7 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
 
 
 def _grid(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
-    given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
+    given = one_by_one(tensors)
     shape = [x.numel() for x in given]
     return tuple([
         x.view([x.numel() if at == dim else 1 for at in range(len(given))]).expand(shape)
@@ -169,7 +183,7 @@ def _grid(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
 
 
 def _grid_xy(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
-    first, second, *rest = tensors if isinstance(tensors[0], Tensor) else tensors[0]
+    first, second, *rest = one_by_one(tensors)
     rows, columns, *others = _grid(second, first, *rest)
     return columns, rows, *others
 
@@ -230,7 +244,7 @@ def _flip(input: Arg, *dims: Any, **named: Any) -> RuleResult:
     return local_call({input: factors}, [factors], rearranges=True)
 
 
-rule("fliplr")(composed_rule(lambda input: input.flip(1)))
+rule("fliplr")(composed(lambda input: input.flip(1)))
 
 
 @rule("flipud")
@@ -307,7 +321,7 @@ def _diag(input: Arg, diagonal: int = 0) -> RuleResult:
     return None
 
 
-rule("diagflat")(composed_rule(lambda input, offset=0: torch.diag(input.flatten(), offset)))
+rule("diagflat")(composed(lambda input, offset=0: torch.diag(input.flatten(), offset)))
 
 
 @rule("diag_embed")
@@ -414,7 +428,7 @@ def _copied(name: str) -> None:
         result = view(*args, **kwargs)
         return result.clone() if isinstance(result, Tensor) else tuple([x.clone() for x in result])
 
-    rule(f"{name}_copy")(lambda *_, **__: Decomposition(compute))
+    rule(f"{name}_copy")(composed(compute))
 
 
 def _view_or_copy(tensor: Tensor, size: Any) -> Tensor:

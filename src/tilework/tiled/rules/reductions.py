@@ -14,7 +14,14 @@ from torch import Tensor
 
 from tilework.layout.internal import Ints
 from tilework.tiled.factors import Factor, broadcast_shape
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalRanges,
+    RuleResult,
+    composed,
+    local_call,
+)
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.dim_ops import factors_but
 from tilework.tiled.rules.elementwise import pointwise
@@ -227,9 +234,7 @@ def _linalg_norm(
     return Decomposition(run)
 
 
-@rule("dist")
-def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
-    return Decomposition(lambda input, other, p=2: _vector_norm_of(input - other, p))
+rule("dist")(composed(lambda input, other, p=2: _vector_norm_of(input - other, p)))
 
 
 # -- softmax -----------------------------------------------------------------------------------
@@ -263,11 +268,8 @@ def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
 
 
 @rule("cosine_similarity")
-def _cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> RuleResult:
-    return Decomposition(_cosine)
-
-
-def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+@composed
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     kind = torch.promote_types(x1.dtype, x2.dtype)
     shape = broadcast_shape([x1.shape, x2.shape])
     x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
@@ -281,7 +283,8 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
 
 
 @rule("pairwise_distance")
+@composed
 def _pairwise_distance(
-    x1: Arg, x2: Arg, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-) -> RuleResult:
-    return Decomposition(lambda x1, x2, *_, **__: _vector_norm_of(x1 - x2 + eps, p, -1, keepdim))
+    x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return _vector_norm_of(x1 - x2 + eps, p, -1, keepdim)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from tilework.layout.internal import Ints
 from tilework.tiled.factors import Dim, Factor, broadcast_shape
-from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
+from tilework.tiled.op_rules import (
+    Arg,
+    Decomposition,
+    LocalRanges,
+    RuleResult,
+    composed,
+    local_call,
+)
 from tilework.tiled.op_table import register, rule
 
 
@@ -97,9 +104,12 @@ def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim]
 
 def sizes_of(given: Sequence[Any]) -> Ints:
     """Sizes that were passed one by one, or as one sequence."""
-    if len(given) == 1 and isinstance(given[0], (list, tuple)):
-        given = given[0]
-    return tuple(map(int, given))
+    return tuple(map(int, one_by_one(given)))
+
+
+def one_by_one(given: Sequence[Any]) -> Sequence[Any]:
+    """Arguments that were passed one by one, or as one sequence."""
+    return given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
 
 
 def dim_at(dim: int, ndim: int) -> int:
@@ -178,10 +188,7 @@ def _as_dtype(input: Arg, dtype: torch.dtype) -> RuleResult:
 
 
 def _like_other(method: str) -> Callable[..., RuleResult]:
-    def answer(input: Arg, other: Arg) -> RuleResult:
-        return Decomposition(lambda input, other: getattr(input, method)(tuple(other.shape)))
-
-    return answer
+    return composed(lambda input, other: getattr(input, method)(tuple(other.shape)))
 
 
 rule("view_as")(_like_other("view"))
@@ -270,14 +277,13 @@ def _expand(input: Arg, *size: Any, **named: Any) -> RuleResult:
 @rule("broadcast_tensors")
 def _broadcast_tensors(*tensors: Any) -> RuleResult:
     def compute(*tensors: Any) -> tuple[Tensor, ...]:
-        given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
+        given = one_by_one(tensors)
         shape = common_shape(*[tensor.shape for tensor in given])
         # torch returns a tensor that already has the shape unchanged.
         return tuple([x if x.shape == shape else x.expand(shape) for x in given])
 
-    given = tensors if isinstance(tensors[0], Arg) else tensors[0]
     try:
-        common_shape(*[tensor.shape for tensor in given])
+        common_shape(*[tensor.shape for tensor in one_by_one(tensors)])
     except ValueError as error:
         raise RuntimeError(f"broadcast_tensors: {error}") from None
     return Decomposition(compute)
@@ -326,11 +332,9 @@ def _for_each_tensor(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResu
     def compute(*tensors: Any) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], Tensor):
             return body(tensors[0])
-        if len(tensors) == 1:
-            tensors = tuple(tensors[0])
-        return tuple([body(tensor) for tensor in tensors])
+        return tuple(map(body, one_by_one(tensors)))
 
-    return lambda *tensors: Decomposition(compute)
+    return composed(compute)
 
 
 def atleast_1d(x: Tensor) -> Tensor:
