@@ -21,8 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.graph import BOUNDARY, Graph, Input, Instruction, Value
-from tilework.capture.program.halves import cut_backward
 from tilework.capture.program.number import Number
+from tilework.capture.program.passes import cut_backward
 from tilework.capture.program.place import Argument, is_dtensor, plain
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.same_program import VotingRanks, Way, compare_program

@@ -9,7 +9,7 @@ the program.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -247,3 +247,24 @@ def run_passes(graph: Graph) -> Graph:
             kind = type(graph).__name__
             raise CaptureError(f"the pass {function.__name__} returned {kind}, not a Graph")
     return replace(graph)  # which looks again at the order
+
+
+def cut_backward(
+    given: Sequence[Value], instructions: Sequence[Instruction], wanted: Sequence[Value]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """The instructions that the ``wanted`` values need, and the others, each in order. Local.
+
+    Other programs may run between the two. So random draws, calls and checks are all in the first
+    part, with what must precede them. An instruction that writes to a gradient from outside
+    (``given``) keeps the whole together, since gradients may share memory.
+    """
+    outside = {value.memory for value in given}
+    if any(not outside.isdisjoint(each.writes) for each in instructions):
+        return list(instructions), []
+    held, need = HeldBack(), Touched()
+    for each in instructions:
+        held.hold(each, Touched(each))
+    for value in wanted:
+        need.reads |= {value.number, value.memory or value.number}
+    need.writes.add("draws")
+    return held.release(need), held.release()
