@@ -71,6 +71,16 @@ def test_ranks_that_part_on_the_other_way_are_found() -> None:
     assert found.report.mismatches
 
 
+def test_an_error_with_a_number_is_the_end_of_the_other_way() -> None:
+    def program() -> None:
+        loss = torch.randn(3).sum().item()
+        if loss > 10:
+            raise ValueError(f"the loss is {loss:.2f}")
+
+    (found,) = planned(program, 1).branches
+    assert found.ends == "ValueError: the loss is ???"
+
+
 def test_a_nan_never_decides() -> None:
     def program() -> None:
         values = torch.randn(3).sum(), torch.randn(3).sum().item()

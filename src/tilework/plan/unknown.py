@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from traceback import walk_stack, walk_tb
+from traceback import walk_stack
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -44,6 +44,7 @@ _MATH = {name: value for name, value in vars(math).items() if callable(value)}
 _is_finite = math.isfinite
 #: An unknown number as a text, which Python takes for no number.
 _TEXT = "???"
+_RAISE = "RAISE_VARARGS"
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=", "ne": "<>?"}
 #: The answers of ``math`` about numbers that are finite.
 _FINITE: dict[Any, bool] = {math.isnan: False, math.isinf: False, math.isfinite: True}
@@ -317,22 +318,36 @@ def _compares_classes(file: str) -> bool:
     return any(isinstance(x, ast.Name) and x.id == "float" for pair in compared for x in pair)
 
 
-def is_void(error: BaseException, decisions: Decisions) -> bool:
+def is_void(error: BaseException | None, decisions: Decisions) -> bool:
     """True if a run ended since a file's ``float`` met the first unknown number, or text of it."""
-    if not isinstance(error, ValueError) or _TEXT not in str(error):
-        return isinstance(error, RunAgain)
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return decisions.keep_floats(frame)
+    if error is None or isinstance(error, RunAgain):
+        return error is not None
+    frame, is_told = _end_of(error)
+    if isinstance(error, ValueError) and _TEXT in str(error) and not is_told:
+        return frame.f_code.co_filename not in decisions.scopes and decisions.keep_floats(frame)
+    return is_void(error.__context__, decisions)
 
 
-def refusal_of(error: BaseException, decisions: Decisions) -> PretendError | None:
+def refusal_of(error: BaseException | None, decisions: Decisions) -> PretendError | None:
     """The refusal in place of an error of code in C, which found no plain number."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
+    if error is None:
+        return None
+    frame, is_told = _end_of(error)
     names = _TEXT, UnknownNumber.__name__
     is_given = (frame.f_code, frame.f_lasti) == decisions.given
-    if is_given or any(name in str(error) for name in names):
+    if is_given or (not is_told and any(name in str(error) for name in names)):
         return _refusal(f"{_GIVEN} ({type(error).__name__}: {error})", frame)
-    return None
+    return refusal_of(error.__context__, decisions)
+
+
+def _end_of(error: BaseException) -> tuple[FrameType, bool]:
+    """The frame that raised an error, and True if the program or a package says ``raise`` there."""
+    trace: Any = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    is_python = code.co_filename.startswith(_PYTHON) and "site-packages" not in code.co_filename
+    return trace.tb_frame, not is_python and dis.opname[code.co_code[trace.tb_lasti]] == _RAISE
 
 
 class _LikeFloat(type):
