@@ -17,6 +17,7 @@ from tilework.capture import capture
 from tilework.checkpoint import save
 from tilework.comm.world import current_world
 from tilework.data import DistributedSampler
+from tilework.errors import PretendError
 from tilework.inspect import MemoryByUse
 from tilework.mesh import init_device_mesh
 from tilework.parallel import DistributedDataParallel, clip_grad_norm_, fully_shard
@@ -91,6 +92,41 @@ def test_ranks_that_run_reduce_what_the_others_give(op: str) -> None:
         return [tensor.tolist() for tensor in made]
 
     assert list(pretended(reduced, 3).values()) == run_ranks(3, lambda rank: reduced())
+
+
+def test_ranks_gather_objects_of_other_sizes() -> None:
+    def gathered() -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, "x" * dist.get_rank() * 20)
+        rows = [torch.empty(len(each), dtype=torch.int64) for each in found]
+        dist.all_gather(rows, torch.arange(len(found[dist.get_rank()])))
+        return [*found, *(row.tolist() for row in rows)]
+
+    assert list(pretended(gathered, 3).values()) == run_ranks(3, lambda rank: gathered())
+
+
+def chained(calls: int) -> int:
+    x = torch.tensor([dist.get_rank()])
+    for _ in range(calls):
+        x = x * dist.get_rank() % 97 + 1
+        dist.all_reduce(x)
+    return int(x)
+
+
+def test_values_that_depend_on_values_are_those_of_real_ranks() -> None:
+    real = run_ranks(3, lambda rank: chained(7))
+    assert list(pretended(lambda: chained(7), 3).values()) == real
+    with pretend(ranks=3) as job, pytest.raises(PretendError, match="plan fewer steps"):
+        job.run(chained, 30)
+
+
+def test_a_number_written_by_the_program_meets_tensors_without_values() -> None:
+    def program() -> None:
+        dist.all_gather([torch.empty(2) for _ in range(3)], torch.empty(2))
+        dist.all_gather([torch.zeros(1) for _ in range(3)], torch.randn(1))
+        dist.all_gather([torch.empty(1) for _ in range(3)], torch.ones(1))
+
+    assert pretended(program, 3)
 
 
 def test_numbers_without_values_compute_and_print() -> None:

@@ -66,6 +66,8 @@ class JobValues:
     #: By group and number of the call: what each rank has given, now and in the last pass.
     given: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     known: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
+    #: The calls to which ranks have not given the same in the last two passes.
+    changed: set[tuple[Any, ...]] = field(default_factory=set)
     #: Equal calls of all ranks are kept once.
     calls: dict[PretendedCall, PretendedCall] = field(default_factory=dict)
     #: What meetings of some numbers of ranks cost, which is the same for all ranks.
@@ -80,10 +82,13 @@ class JobValues:
         """Begin to run all ranks again, each with what the others have given.
 
         Returns:
-            False, and nothing has changed, if the ranks would get what they have got.
+            False, and nothing has changed, if the ranks would get what they have got, but for
+            values that change without another cause, such as times.
         """
-        if not any(self._differ(key) for key in self.given):
+        changed = {key for key in self.given if self._differ(key)}
+        if not changed or changed == self.changed:
             return False
+        self.changed = changed
         self.known, self.given, self.sent = self.given, {}, {}
         return True
 

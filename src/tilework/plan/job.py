@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from tilework.plan.timing import RankTime, Workload, rank_times
 from tilework.plan.unknown import Decisions, RunAgain, is_void, refusal_of
 
 #: The most times that ranks run, for each to get what the others have gathered from.
-_MOST_PASSES = 3
+_MOST_PASSES = 20
 
 
 class _Ran(NamedTuple):
@@ -130,9 +131,14 @@ class PlannedJob:
         job = PretendedJob(self.ranks, self.hosts, device, decisions=decisions)
         runs: _Runs = {}
         which = list(range(self.ranks)) if how.everyone else [0]
-        for number in range(_MOST_PASSES if only is None else 1):
-            if number and not job.values.begin_pass():
+        for number in count():
+            if number and (only is not None or not job.values.begin_pass()):
                 break
+            if number == _MOST_PASSES:
+                raise PretendError(
+                    f"what ranks gather and reduce depends on what they got before, over more than "
+                    f"{_MOST_PASSES} calls: plan fewer steps, or with values that ranks know"
+                )
             for rank in which if only is None else [only]:
                 runs[rank] = self._run_rank(how, rank, job)
                 if len(which) == 1 and not number:

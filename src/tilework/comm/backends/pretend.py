@@ -25,12 +25,12 @@ from tilework.comm.per_call.callsite import call_site
 from tilework.comm.pretence import Pretence, PretendedCall, current_pretence
 from tilework.errors import DistBackendError
 
-#: The most elements of a row that is kept for the other ranks.
-_MOST_ROW = 4096
+#: The most bytes of a row that is kept for the other ranks.
+_MOST_ROW = 32768
 #: Reductions of N equal values that give the value.
 _IDEMPOTENT = ("avg", "min", "max", "band", "bor")
 #: Kinds in which ranks get what others that ran before have given, if it is small.
-_EXCHANGED = ("all_gather", "all_reduce", "reduce")
+_EXCHANGED = ("all_gather", "gather", "all_reduce", "reduce")
 #: Kinds in which all ranks have tensors of one size.
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
 
@@ -82,7 +82,7 @@ class PretendEngine(PythonEngine):
             self._from_root(operation, known)
         elif known:
             row = operation.inputs[0] if operation.kind in _EXCHANGED else None
-            own = row.clone() if row is not None and row.numel() <= _MOST_ROW else None
+            own = row.clone() if row is not None and row.nbytes <= _MOST_ROW else None
             _fill(operation, self.rank, self.size)
             if own is not None and not own.is_meta:
                 self._take_rows(operation, own)
@@ -91,14 +91,18 @@ class PretendEngine(PythonEngine):
 
     def _take_rows(self, operation: Operation, own: Tensor) -> None:
         """Take small rows, also those to reduce, from ranks that ran in an earlier pass."""
-        call = operation.kind, own.dtype, own.numel()  # ranks may have parted before
+        gathers = operation.kind in ("all_gather", "gather")
+        call = operation.kind, own.dtype, gathers or own.numel()  # ranks may have parted before
         key = self.group, self.ranks, self.sequence(), *call
         others = self.pretence.job.exchange(key, self.rank, own.view(-1).tolist())
         rows = {rank: torch.tensor(row, dtype=own.dtype) for rank, row in others.items()}
-        if operation.kind == "all_gather":
-            parts = split_parts(operation.outputs, self.size) if rows else []
-            for rank, row in rows.items():
-                _copy(parts[rank], row)
+        if gathers:
+            uneven = not isinstance(operation.outputs, Tensor)
+            parts = split_parts(operation.outputs, self.size) if rows or uneven else []
+            for rank, part in enumerate(parts):
+                even = (each for each in (own, *rows.values()) if each.numel() == part.numel())
+                row = rows[rank] if rank in rows else next(even, None)
+                self.pretence.lose(part) if row is None else _copy(part, row)
         elif rows and operation.outputs:
             every = [rows.get(rank, own.view(-1)) for rank in range(self.size)]
             factors = [op_factor(operation.reduce_op)] * self.size

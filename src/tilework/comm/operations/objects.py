@@ -165,7 +165,7 @@ def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tenso
     """``data`` and ``sizes``, padded to the largest unless the backend takes uneven sizes."""
     if pg.uneven_sizes:
         return data.to(device_of(pg)), list(sizes)
-    padded = _room(pg, max(sizes))
+    padded = _room(pg, max(sizes)).zero_()
     padded[: data.numel()] = data
     return padded, [max(sizes)] * len(sizes)
 
@@ -215,7 +215,7 @@ def _all_parts(pg: ProcessGroup, own: Tensor, sizes: Sequence[int]) -> Sequence[
         received = [_room(pg, size) for size in sizes]
         collectives.all_gather(received, own.to(device_of(pg)), group=pg)
         return [_bytes_of(part) for part in received]
-    padded, rows = _room(pg, most), _room(pg, most * len(sizes))
+    padded, rows = _room(pg, most).zero_(), _room(pg, most * len(sizes))
     padded[: own.numel()] = own
     collectives.all_gather_into_tensor(rows, padded, group=pg)
     whole = _bytes_of(rows)

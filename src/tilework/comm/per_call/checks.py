@@ -124,12 +124,19 @@ def same_dtype(tensors: Iterable[Tensor], mix_complex: bool = True) -> None:
 
 def same_device(tensors: Iterable[Tensor]) -> None:
     """Raise ValueError unless all tensors are on the same device."""
-    devices = [*dict.fromkeys(tensor.device for tensor in tensors)]
-    if len(devices) > 1:
-        raise ValueError(
-            f"one call was given tensors on different devices, {devices[0]} and {devices[1]}: "
-            f"move them to one device"
-        )
+    first = None
+    for tensor in tensors:
+        first = tensor if first is None else first
+        if tensor.device != first.device and not _are_pretended(tensor, first):
+            raise ValueError(
+                f"one call was given tensors on different devices, {first.device} and "
+                f"{tensor.device}: move them to one device"
+            )
+
+
+def _are_pretended(*tensors: Tensor) -> bool:
+    """True if a pretended rank has these tensors on one device, some of them without memory."""
+    return current_pretence() is not None and not any(map(lacks_memory, tensors))
 
 
 def _elements(tensor: Tensor) -> int:
