@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tilework.distributed as dist
 from tests.rounding import assert_close
-from tilework.parallel import DistributedDataParallel, SyncBatchNorm
+from tilework.parallel import DistributedDataParallel, SyncBatchNorm, fully_shard
 from tilework.testing import run_ranks
 
 KINDS = [
@@ -221,3 +221,19 @@ def test_a_frozen_layer_of_plain_inputs_has_no_graph() -> None:
         return [layer(each).requires_grad for each in inputs]
 
     assert run_ranks(2, program) == [[False, True]] * 2
+
+
+def test_torchs_layer_is_refused_until_it_is_converted() -> None:
+    class Own(nn.SyncBatchNorm):
+        pass
+
+    def program(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+        for wrap in (DistributedDataParallel, fully_shard):
+            with pytest.raises(TypeError, match="1 is torch's SyncBatchNorm"):
+                wrap(copy.deepcopy(model))
+        DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(model))
+        with pytest.raises(TypeError, match="does not call super"):
+            SyncBatchNorm.convert_sync_batchnorm(Own(3))
+
+    run_ranks(2, program)

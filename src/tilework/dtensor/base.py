@@ -9,7 +9,7 @@ class: it tests ``isinstance(x, DTensorBase)``, and makes new tensors with ``typ
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -365,6 +365,18 @@ def writes_to(base: DTensorBase) -> int:
     if (owner := owner_of(base)) is not base:
         locals_.append(owner._local_tensor)
     return memory.writes + sum(map(version_of, locals_))
+
+
+def writes_beside(leaves: Iterable[DTensorBase]) -> int:
+    """The number of writes to leaves' memory, without those to their local tensors alone."""
+    count = 0
+    for leaf in leaves:
+        if (memory := leaf._memory) is not None:
+            memory = memory.root or memory
+            count += memory.writes
+            if memory.counters:
+                count += sum(map(version_of, memory.counters))
+    return count
 
 
 def is_stale(tensor: DTensorBase) -> bool:

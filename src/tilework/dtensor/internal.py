@@ -10,6 +10,7 @@ from tilework.dtensor.base import (
     layout_of,
     local_tensor_of,
     wrap_as,
+    writes_beside,
 )
 from tilework.dtensor.from_local import sizes_along
 from tilework.dtensor.local_function import torch_apply

@@ -43,8 +43,8 @@ def _check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> No
     if not isinstance(layer, _BatchNorm) or isinstance(layer, synchronised):
         return
     kind = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
-    for each in kind.__mro__:
-        if each in (*_KNOWN, _BatchNorm) or issubclass(each, LazyModuleMixin):
+    for each in () if kind in _KNOWN else kind.__mro__:
+        if each in (*_KNOWN[:3], _BatchNorm) or issubclass(each, LazyModuleMixin):
             return
         forward = vars(each).get("forward")
         names = getattr(getattr(forward, "__code__", None), "co_names", ("super", "forward"))

@@ -486,6 +486,63 @@ def test_hooks_on_full_parameters_are_refused() -> None:
     run_ranks(2, program)
 
 
+class Averaging(nn.Module):
+    """A layer, and an average of its weights that ``forward`` writes before it uses it."""
+
+    def __init__(self, write: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.average, self.write = nn.Linear(4, 4), nn.Linear(4, 4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mean, now in zip(self.average.parameters(), self.layer.parameters(), strict=True):
+                self.write(mean, now)
+        out: Tensor = self.layer(x) + self.average(x)
+        return out.sum()
+
+
+WRITES: list[Callable[[Any, Any], Any]] = [
+    lambda mean, now: mean.lerp_(now, 0.5),
+    lambda mean, now: mean.data.mul_(0.5).add_(now.data, alpha=0.5),
+    lambda mean, now: setattr(mean, "data", mean.data * 0.5 + now.data * 0.5),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_forward_writes_to_shards_before_they_are_gathered(write: Callable[..., Any]) -> None:
+    def program(rank: int) -> None:
+        plain = Averaging(write)
+        model = copy.deepcopy(plain)
+        fully_shard(model.average)
+        fully_shard(model)
+        for _ in range(3):
+            assert_close(model(ROWS), plain(ROWS))
+        late = fully_shard(Averaging(write))
+        with pytest.raises(RuntimeError, match=r"wrote to average.* after these parameters were"):
+            late(ROWS)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p * 2)])
+def test_uncounted_writes_to_full_parameters_raise(write: Callable[..., Any]) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.weight)
+            return super().forward(x)
+
+    def program(rank: int) -> None:
+        torch.manual_seed(0)
+        with pytest.raises(RuntimeError, match="wrote to a parameter in place"):
+            fully_shard(Scaled(4, 4))(ROWS)
+        still = fully_shard(nn.Linear(4, 4))
+        nn.init.constant_(still.weight, torch.nan)
+        assert still(ROWS).isnan().all()
+
+    run_ranks(2, program)
+
+
 def test_writes_within_forward_raise() -> None:
     class Clipped(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

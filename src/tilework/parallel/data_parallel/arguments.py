@@ -33,6 +33,7 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
                 f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
                 f"wrap the plain module (ddp.module) once"
             )
+        check_norm(name, inner)
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_torch_dtensor(tensor) and name not in ignored:
@@ -50,6 +51,18 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that "
             "require a gradient."
+        )
+
+
+def check_norm(name: str, inner: nn.Module) -> None:
+    """Raise TypeError for torch's SyncBatchNorm, unless torch has groups for it. Local."""
+    has_groups = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if isinstance(inner, nn.SyncBatchNorm) and not has_groups:
+        raise TypeError(
+            f"{name or 'the module'} is torch's SyncBatchNorm, which knows the groups of "
+            f"torch.distributed alone: each rank would normalise over its own rows. Call "
+            f"tilework.parallel.SyncBatchNorm.convert_sync_batchnorm(model), which takes torch's "
+            f"layers as well"
         )
 
 

@@ -27,6 +27,7 @@ from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.mesh.internal import mesh_or_current
 from tilework.models import check_is_module
+from tilework.parallel.data_parallel.arguments import check_norm
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import install
 from tilework.parallel.fully_sharded.policies import (
@@ -254,6 +255,7 @@ def _check(
 
 
 def _check_inner(name: str, inner: nn.Module) -> None:
+    check_norm(name, inner)
     scales = getattr(inner, "max_norm", None) is not None
     if scales and isinstance(inner, nn.Embedding | nn.EmbeddingBag):
         raise NotImplementedError(

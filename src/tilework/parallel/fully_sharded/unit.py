@@ -44,6 +44,7 @@ from tilework.dtensor.internal import (
     digest_of,
     stable_digest,
     wrap,
+    writes_beside,
 )
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
@@ -55,6 +56,7 @@ from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpo
 from tilework.parallel.fully_sharded.reducing import Made, Node, reduced
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit, take_over
+from tilework.parallel.passes import is_due
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _local_of = attrgetter("_local_tensor")
@@ -280,7 +282,9 @@ class Unit:
         return now is not None and now == before and all(map(is_, now[2], before[2]))
 
     def _version(self) -> int:
-        return sum(map(_version_of, self.shards()))
+        """The number of writes to the shards, those to ``data`` included."""
+        counted: int = sum(map(_version_of, self.shards()))
+        return counted + writes_beside(param.sharded for param in self.params)
 
     def shards(self) -> list[Tensor]:
         """This rank's shards: leaves of the graph; raises if a parameter was swapped since."""
@@ -483,12 +487,7 @@ class Unit:
     def _drop_if_changed(self, gathered: GatheredParameters) -> None:
         """Drop full parameters if any rank's shard values have changed. Collective."""
         gathered.finish()
-        changed = gathered.version != self._version() or any(
-            not torch.equal(
-                param.of_full(full, self.owner.shard_group.rank()), param.local.to(full.dtype)
-            )
-            for param, full in gathered.fulls
-        )
+        changed = gathered.version != self._version() or any(self._differing(gathered.fulls))
         flag = torch.tensor([float(changed)], device=self.flats[0].device)
         all_reduce(flag, ReduceOp.MAX, self.owner.shard_group)
         if flag.item():
@@ -510,13 +509,47 @@ class Unit:
             around.callback(unit._clean)
 
     def _check_unwritten(self) -> None:
-        """Raise if forward has written to a full parameter: nobody would see it."""
-        if self._depth == 1 and self._installed and self._writes() != self._written:
+        """Raise if forward has written to a shard, which this forward has not seen, or to a full
+        parameter, which would be lost. Writes to a full one that torch does not count are found in
+        the passes in which ranks compare parameters.
+        """
+        gathered = self._gathered
+        if self._depth > 1 or not self._installed or gathered is None:
+            return
+        addresses = list(map(_address_of, self.shards()))
+        if gathered.version != self._version() or addresses != self._shown[0]:
+            if names := ", ".join(self._differing(gathered.fulls)):
+                raise RuntimeError(
+                    f"forward of {self.owner.name} wrote to {names} after these parameters were "
+                    f"gathered, and computed with the former values: write before this forward, or "
+                    f"call fully_shard on the inner module that has them, and write before that is "
+                    f"called"
+                )
+        elif self._writes() != self._written or (
+            is_due((self._gathers + 1) // 2) and any(self._differing(self._shown_fulls()))
+        ):
             raise RuntimeError(
                 f"forward of {self.owner.name} wrote to a parameter in place: the full tensor is "
                 f"there for forward alone, and the write would be lost. Write between steps, to "
                 f"the parameter that named_parameters() has"
             )
+
+    def _shown_fulls(self) -> Iterator[tuple[ShardedParam, Tensor]]:
+        """The parameters, each with the local tensor that attribute access finds."""
+        for param in self._installed:
+            module, name = param.places[0]
+            value: Any = getattr(module, name)
+            yield param, getattr(value, "_local_tensor", value)
+
+    def _differing(self, pairs: Iterable[tuple[ShardedParam, Tensor]]) -> Iterator[str]:
+        """The names of parameters of whose full tensor this rank's shard differs. Local."""
+        rank = self.owner.shard_group.rank()
+        for param, full in pairs:
+            mine, shown = param.local.to(full.dtype), param.of_full(full, rank)
+            if not torch.equal(mine, shown) and not torch.allclose(
+                mine, shown, rtol=0, atol=0, equal_nan=True
+            ):
+                yield param.name
 
     def _leave(self) -> None:
         self._depth -= 1
