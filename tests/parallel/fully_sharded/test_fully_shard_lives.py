@@ -294,6 +294,7 @@ def test_gradients_that_wait_are_reduced_when_they_are_asked_for() -> None:
     run_ranks(2, program)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="full parameters stay: values of forward")
 def test_a_step_between_forward_and_backward_raises() -> None:
     """As in plain torch: backward would use the new weights."""
 
@@ -317,7 +318,7 @@ def test_activations_that_are_written_to_raise_as_ever() -> None:
         y = model(ROWS)
         with torch.no_grad():
             features[0].add_(1)
-        with pytest.raises(RuntimeError, match=r"shape \[4, 6\] that backward needs was written"):
+        with pytest.raises(RuntimeError, match=r"\[4, 6\].* (written|inplace)|inplace.*\[4, 6\]"):
             y.sum().backward()
 
     run_ranks(1, program)

@@ -107,6 +107,8 @@ class Use:
         self.gathered: GatheredParameters | None = gathered
         #: The forward pass of the outermost unit, and the place within that pass.
         self.run, self.number = run, len(run.uses)
+        #: True if what autograd saves stands for full parameters; else they stay in memory.
+        self.saves = can_save()
 
     def forget(self) -> None:
         """Free the full parameters, unless others need them."""
@@ -466,7 +468,7 @@ class Unit:
         self._show_first_layers(run, around, again)
         _running.stack.append(self)
         around.callback(_running.stack.pop)
-        if torch.is_grad_enabled() and gathered.parts and can_save():
+        if torch.is_grad_enabled() and gathered.parts and use.saves:
             around.enter_context(saving(use, gathered.parts))
         frees = self.reshard_after_forward
         if (not outermost if frees is None else frees) or again:
@@ -577,7 +579,7 @@ class Unit:
 
     def _watch(self, output: Any, use: Use) -> None:
         """Make backward gather at an output of forward, before saved tensors ask for it."""
-        of = weakref.ref(use)
+        of = weakref.ref(use) if use.saves else lambda: use
 
         def begin(_: Any) -> None:
             with outside_transforms():
@@ -601,15 +603,17 @@ class Unit:
         self._join_backward()
         if self._installed or not self.unshards_in_backward:
             return
-        if use is None or use.flats is not self.flats:
+        if use is None or use.flats is not self.flats or not (use.saves or use.gathered):
             # Autograd has saved nothing of these parameters, but a checkpoint may recompute.
             self._drop_stale()
-            self.gather()
+            self.gather(() if use is None else use.units_before())
         else:
             gathered = use.full()
             if self._gathered is not gathered:
                 self.reshard()
                 self._gathered = gathered
+            if not use.saves:
+                use.forget()
         with torch.enable_grad():
             self._install()
 
