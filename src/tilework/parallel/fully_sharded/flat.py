@@ -14,7 +14,6 @@ are copied together before they are sent.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -41,26 +40,23 @@ from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 DIRECT_BYTES = 64 << 10
 
 
-def _views(memory: Tensor, shapes: Sequence[tuple[int, ...]], rooms: Sequence[int]) -> list[Tensor]:
-    """Views of memory, one after the other: of some shapes, each in a room that may be larger."""
-    parts = memory[: sum(rooms)].split_with_sizes(rooms) if rooms else ()
-    return [
-        (part if (numel := math.prod(shape)) == len(part) else part[:numel]).view(shape)
-        for part, shape in zip(parts, shapes, strict=True)
-    ]
-
-
 class Row:
     """Parameters whose shards lie one after the other, each padded to the largest rank's."""
 
     def __init__(self, params: Sequence[ShardedParam], rank: int) -> None:
-        self.params, self._rooms = list(params), [param.padded for param in params]
-        *self.offsets, self.numel = 0, *accumulate(self._rooms)
-        self._shapes = [param.shard_shapes[rank] for param in params]
+        self.params, self.rooms = list(params), [param.padded for param in params]
+        *self.offsets, self.numel = 0, *accumulate(self.rooms)
+        self._rank = rank
 
     def mine(self, memory: Tensor) -> list[Tensor]:
         """The shards of this rank in a row."""
-        return _views(memory, self._shapes, self._rooms)
+        rooms = memory[: self.numel].split_with_sizes(self.rooms) if self.rooms else ()
+        return [
+            (room if param.is_even else room[: param.numels[self._rank]]).view(
+                param.shard_shapes[self._rank]
+            )
+            for param, room in zip(self.params, rooms, strict=True)
+        ]
 
     def around(self, shards: Sequence[Tensor]) -> Tensor | None:
         """The memory in which a rank's shards lie as this row; None if they do not."""
@@ -73,14 +69,6 @@ class Row:
             for shard, offset in zip(shards, self.offsets, strict=True)
         )
         return first.as_strided((self.numel,), (1,), begin).data if is_row else None
-
-    def pairs(self, rows: Tensor, fulls: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Views of the same elements: of all ranks' rows, and of full tensors."""
-        found: list[tuple[Tensor, Tensor]] = []
-        columns = rows.split_with_sizes(self._rooms, 1)
-        for param, full, shards in zip(self.params, fulls, columns, strict=True):
-            found += param.shards_and_parts(shards, full)
-        return found
 
 
 class Message:
@@ -106,16 +94,20 @@ class Gathering:
     """The full tensors (``fulls``) in one ``block`` of memory, gathered or being gathered."""
 
     def __init__(self, flat: Flat) -> None:
+        self.flat = flat
         self.block = empty_tensor((flat.numel,), flat.compute_dtype, flat.device)
-        self.fulls = _views(self.block, flat.shapes, flat.numels)
-        self._params, self._offsets = flat.params, flat.offsets
-        self.begin = address_of(self.block)
-        self.end = self.begin + self.block.nbytes
+        ranges = self.block.split_with_sizes(flat.numels)
+        self.fulls = list(map(Tensor.view, ranges, flat.shapes))
         self.messages: list[Message] = []
+
+    def span(self) -> range:
+        """The addresses of the block."""
+        begin = address_of(self.block)
+        return range(begin, begin + self.flat.full_bytes)
 
     def param_at(self, offset: int) -> ShardedParam:
         """The parameter whose full tensor has the element at ``offset`` of the block."""
-        return self._params[bisect_right(self._offsets, offset) - 1]
+        return self.flat.params[bisect_right(self.flat.offsets, offset) - 1]
 
     def finish(self) -> None:
         """Wait for the messages of :func:`gather`, which fill the full tensors. Idempotent."""
@@ -138,6 +130,7 @@ class Flat:
         self.params = list(params)
         self.dtype: torch.dtype = self.params[0].sharded.dtype
         self.device: torch.device = self.params[0].sharded.device
+        self.is_meta = self.device.type == "meta"
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.rank, self.ranks = shard_group.rank(), shard_group.size()
         is_cast = policy.param_dtype is not None and self.dtype.is_floating_point
@@ -146,11 +139,11 @@ class Flat:
         self._reduce_dtype = policy.reduce_dtype
         self.shards = self._placed(kept)
         place_of = {id(param): at for at, param in enumerate(self.params)}
-        #: The places of parameters that are gathered without a row.
-        self._direct = [at for at, param in enumerate(self.params) if self.is_direct(param)]
+        #: The places of parameters that are gathered without a row, by id of the parameter.
+        self.direct = {id(p): at for at, p in enumerate(self.params) if self._is_direct(p)}
         #: The rows of gathers, each with the places of the parameters, and the memory in which the
         #: shards lie as the row; None: they do not.
-        self.rows = self._rows_of([p for p in self.params if not self.is_direct(p)])
+        self.rows = self._rows_of([p for p in self.params if id(p) not in self.direct])
         self.in_rows = [[place_of[id(param)] for param in row.params] for row in self.rows]
         self._memory = [
             row.around([self.shards[at] for at in places])
@@ -168,7 +161,7 @@ class Flat:
     def _is_large(self, param: ShardedParam) -> bool:
         return param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
 
-    def is_direct(self, param: ShardedParam) -> bool:
+    def _is_direct(self, param: ShardedParam) -> bool:
         return param.is_even and self._is_large(param)
 
     def _rows_of(self, params: Sequence[ShardedParam]) -> list[Row]:
@@ -196,13 +189,6 @@ class Flat:
                     f"parameter {param.name} was cast from {self.dtype} to {param.local.dtype} "
                     f"after the forward pass whose backward needs it: call backward before that"
                 )
-
-    def direct(self, fulls: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """For each parameter that is gathered without a row the full tensor, and the shard."""
-        return [
-            (fulls[at].view(-1), self.shards[at].to(self.compute_dtype).contiguous().view(-1))
-            for at in self._direct
-        ]
 
     def own_row(self, which: int) -> Tensor:
         """This rank's row ``which``: the memory itself, or copies of shards that lie elsewhere."""
@@ -249,12 +235,6 @@ class Gradient(NamedTuple):
     dtype: torch.dtype | None
     grad: Tensor | None
 
-    def contribution(self, dtype: torch.dtype) -> Tensor:
-        """The gradient in ``dtype``, contiguous; zeros for none."""
-        if self.grad is None:
-            return torch.zeros(self.param.shape, dtype=dtype, device=self.flat.device)
-        return self.grad.to(dtype).contiguous()
-
 
 @torch.no_grad()
 def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]:
@@ -265,27 +245,31 @@ def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]
     first, rest = gradients[0].flat, []
     dtype = first.reduce_dtype(gradients[0].dtype)
     shards: dict[int, Tensor] = {}
-    for each in gradients:
-        param, whole = each.param, each.contribution(dtype)
-        if each.flat.is_direct(param):
+    parts: list[Tensor] = []
+    for flat, param, _, grad in gradients:
+        if grad is None:
+            whole = torch.zeros(param.shape, dtype=dtype, device=flat.device)
+        else:
+            whole = grad.to(dtype).contiguous()
+        if id(param) in flat.direct:
             shard = first.send_back(whole.view(-1), param.padded, how)
             shards[id(param)] = shard.view(param.shard_shapes[0])
         else:
-            rest.append((param, param.by_rank(whole)))
+            rest.append(param)
+            parts.append(param.by_rank(whole))
     used = [each.grad is not None for each in gradients]
     marks = torch.ones(first.ranks, len(used), dtype=dtype, device=first.device)
     if not all(used):
         marks *= marks.new_tensor(used)
-    row = Row([param for param, _ in rest], first.rank)
-    parts = [part for _, part in rest if part.numel()]
-    rows = torch._chunk_cat([*parts, marks], 0, first.ranks)
+    row = Row(rest, first.rank)
+    rows = torch._chunk_cat([*filter(Tensor.numel, parts), marks], 0, first.ranks)
     reduced = first.send_back(rows.view(-1), rows.shape[1], how, row.numel)
-    shards.update(zip([id(param) for param, _ in rest], row.mine(reduced), strict=True))
+    shards.update(zip(map(id, rest), row.mine(reduced), strict=True))
     if not all(used) and not reduced.is_meta:  # else each rank is as this rank
         used = (reduced[row.numel :] > 0).tolist()
     return [
-        shards[id(each.param)].to(each.dtype or each.flat.dtype) if has_grad else None
-        for each, has_grad in zip(gradients, used, strict=True)
+        shards[id(param)].to(wanted or flat.dtype) if has_grad else None
+        for (flat, param, wanted, _), has_grad in zip(gradients, used, strict=True)
     ]
 
 
@@ -293,24 +277,29 @@ def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]
 def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
     """Start to gather the buffers' full parameters, small rows in a common message. Collective."""
     gatherings = [Gathering(flat) for flat in flats]
-    rows_of: dict[Any, list[tuple[Flat, Gathering, int]]] = {}
+    rows_of: dict[Any, list[tuple[Gathering, int]]] = {}
     for flat, gathering in zip(flats, gatherings, strict=True):
-        for full, mine in flat.direct(gathering.fulls):
-            gathering.messages.append(Message(flat.send(full, mine, async_op)))
-        for at, row in enumerate(flat.rows):
+        for at in flat.direct.values():
+            mine = flat.shards[at].to(flat.compute_dtype).contiguous().view(-1)
+            message = Message(flat.send(gathering.fulls[at].view(-1), mine, async_op))
+            gathering.messages.append(message)
+        for which, row in enumerate(flat.rows):
             is_large = row.numel * flat.compute_dtype.itemsize >= DIRECT_BYTES
             key = row if is_large else (flat.compute_dtype, flat.device, flat.shard_group)
-            rows_of.setdefault(key, []).append((flat, gathering, at))
+            rows_of.setdefault(key, []).append((gathering, which))
     for members in rows_of.values():
-        sent = [flat.own_row(at) for flat, _, at in members]
+        sent = [gathering.flat.own_row(which) for gathering, which in members]
         mine = sent[0] if len(sent) == 1 else torch.cat(sent)
-        rows = mine.new_empty(members[0][0].ranks, mine.numel())
-        message = Message(members[0][0].send(rows.view(-1), mine, async_op))
-        parts = rows.split_with_sizes([each.numel() for each in sent], 1)
-        for (flat, gathering, at), part in zip(members, parts, strict=True):
+        first = members[0][0].flat
+        rows = mine.new_empty(first.ranks, mine.numel())
+        message = Message(first.send(rows.view(-1), mine, async_op))
+        rooms = [room for gathering, at in members for room in gathering.flat.rows[at].rooms]
+        columns = iter(rows.split_with_sizes(rooms, 1))
+        for gathering, which in members:
             gathering.messages.append(message)
-            fulls = [gathering.fulls[place] for place in flat.in_rows[at]]
-            message.pairs += flat.rows[at].pairs(part, fulls)
+            flat = gathering.flat
+            for param, place in zip(flat.rows[which].params, flat.in_rows[which], strict=True):
+                message.pairs += param.shards_and_parts(next(columns), gathering.fulls[place])
     return gatherings
 
 

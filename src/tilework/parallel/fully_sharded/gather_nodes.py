@@ -12,8 +12,9 @@ gathers again when backward asks for it, whichever way backward got there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 
 _autograd: Any = torch._C._autograd
+#: Releases of torch before 2.9 lack ``grad_dtype``.
+_grad_dtype = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
+_dtype = attrgetter("dtype")
 
 
 class GatherParameters(torch.autograd.Function):
@@ -50,8 +54,8 @@ class GatherParameters(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = tuple(full.detach() for full in fulls)
         for shard, result in zip(shards, results, strict=True):
-            if (dtype := grad_dtype_of(shard)) != shard.dtype:
-                result.grad_dtype = dtype
+            if _grad_dtype(shard) is not _dtype(shard):
+                result.grad_dtype = grad_dtype_of(shard)
         return results
 
     @staticmethod
@@ -107,11 +111,14 @@ def _gather_again(
         yield whole if tensor_parallel is None else tensor_parallel.local_part(whole)
 
 
+_NOTHING = nullcontext()
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
     """A context outside of torch.func's transforms, which must not see the gathering."""
     if torch._C._are_functorch_transforms_active():
         return temporarily_clear_interpreter_stack()
-    return nullcontext()
+    return _NOTHING
 
 
 def can_save() -> bool:
@@ -127,10 +134,10 @@ class Saved:
 
     __slots__ = ("local", "name", "offset", "shape", "stride", "use", "version", "which")
 
-    def __init__(self, use: Any, which: int, tensor: Tensor, gathering: Gathering) -> None:
+    def __init__(self, use: Any, which: int, tensor: Tensor, at: int, gathering: Gathering) -> None:
         self.use, self.which = use, which
         self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = (address_of(tensor) - gathering.begin) // tensor.itemsize
+        self.offset = at // tensor.itemsize
         param: ShardedParam = gathering.param_at(self.offset)
         self.name, self.local = param.name, param.local  # the parameter may be swapped since
         self.version = self.local._version
@@ -161,19 +168,29 @@ _hooks_around: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None
 _OWN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-@contextmanager
-def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
-    """Make operators save a :class:`Saved` for full tensors; others as hooks around, or checked."""
-    around = _hooks_around(False)
-    spans = list(gatherings)
+class Saving:
+    """Makes operators save a :class:`Saved` for full tensors; for others hooks around, or checks."""
+
+    def __init__(self, use: Any, gatherings: Sequence[Gathering]) -> None:
+        self._spans = [(part.span(), part) for part in gatherings]
+        _autograd._push_saved_tensors_default_hooks(*_hooks(use, self._spans, _hooks_around(False)))
+
+    def end(self) -> None:
+        """Save as before."""
+        _autograd._pop_saved_tensors_default_hooks()
+        self._spans.clear()  # the graph keeps the hooks; they must not keep the memory
+
+
+def _hooks(use: Any, spans: Sequence[tuple[range, Gathering]], around: Any) -> Any:
+    """The functions that pack and unpack what operators save."""
 
     def pack(tensor: Tensor) -> Any:
         is_own = type(tensor) in _OWN_TYPES and tensor.layout is torch.strided
         if is_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             address = address_of(tensor)
-            for which, part in enumerate(spans):
-                if part.begin <= address < part.end and tensor.dtype == part.block.dtype:
-                    return Saved(use, which, tensor, part)
+            for which, (span, part) in enumerate(spans):
+                if address in span and tensor.dtype == part.block.dtype:
+                    return Saved(use, which, tensor, address - span.start, part)
         return _Kept(tensor) if around is None else around[0](tensor)
 
     def unpack(saved: Any) -> Any:
@@ -189,9 +206,4 @@ def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
             )
         return saved.tensor
 
-    _autograd._push_saved_tensors_default_hooks(pack, unpack)
-    try:
-        yield
-    finally:
-        _autograd._pop_saved_tensors_default_hooks()
-        spans.clear()  # the graph keeps the hooks; they must not keep the memory
+    return pack, unpack

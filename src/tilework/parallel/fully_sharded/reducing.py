@@ -38,19 +38,23 @@ class Node:
         params: list[ShardedParam] = []
         fulls: list[Tensor] = []
         leaves: list[Tensor] = []
-        shards = [unit.shards() for unit, _ in units]
-        for (unit, gathered), own in zip(units, shards, strict=True):
-            before = len(params)
-            for (param, full), shard in zip(gathered.fulls, own, strict=True):
-                if shard.requires_grad:
+        shards: list[tuple[list[Tensor], list[Any]]] = []
+        for unit, gathered in units:
+            own, before = unit.shards(), len(params)
+            facts = list(map(_facts, own))
+            shards.append((own, facts))
+            for (param, full), shard, (is_trained, _) in zip(
+                gathered.fulls, own, facts, strict=True
+            ):
+                if is_trained:
                     params.append(param)
                     fulls.append(full)
                     leaves.append(shard)
             self._of.append((unit, gathered.flats, len(params) - before))
-        made = GatherParameters.apply(self._reduce, params, fulls, *leaves) if params else ()
-        results = zip(map(id, params), made, strict=True)
-        for (_, gathered), (_, _, number), own in zip(units, self._of, shards, strict=True):
-            gathered.made = Made(self, dict(islice(results, number)), own, list(map(_facts, own)))
+        made = iter(GatherParameters.apply(self._reduce, params, fulls, *leaves) if params else ())
+        for (_, gathered), (own, facts) in zip(units, shards, strict=True):
+            results = [next(made) if is_trained else None for is_trained, _ in facts]
+            gathered.made = Made(self, results, own, facts)
 
     def _reduce(
         self, wanted: Iterable[bool], params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
@@ -67,10 +71,10 @@ class Node:
 
 
 class Made(NamedTuple):
-    """Results of a node for a unit, by id of the parameter, and the shards at that time."""
+    """Results of a node for a unit, None for frozen parameters, and the shards at that time."""
 
     node: Node
-    results: dict[int, Tensor]
+    results: list[Tensor | None]
     shards: list[Tensor]
     facts: list[Any]
 
@@ -86,11 +90,13 @@ def reduced(given: Iterable[Gradients]) -> dict[int, Tensor | None]:
     for unit, flats, own in given:
         found = unit.due(own)
         for flat in flats if found else ():
+            of_flat: dict[Any, list[tuple[Unit, Gradient]]] = {}
             for param in flat.params:
                 if id(param) in found:
                     dtype = param.grad_dtype
-                    members = kinds.setdefault(_kind(unit, flat, dtype), [])
-                    members.append((unit, Gradient(flat, param, dtype, found[id(param)])))
+                    if dtype not in of_flat:
+                        of_flat[dtype] = kinds.setdefault(_kind(unit, flat, dtype), [])
+                    of_flat[dtype].append((unit, Gradient(flat, param, dtype, found[id(param)])))
     shards: dict[int, Tensor | None] = {}
     for pairs in kinds.values():
         units, gradients = list(dict.fromkeys(unit for unit, _ in pairs)), [g for _, g in pairs]

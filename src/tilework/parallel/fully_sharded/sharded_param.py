@@ -45,8 +45,9 @@ class ShardedParam:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         self.shard_shapes = [(*before, size, *after) for size in self.sizes]
         self.numel = math.prod(self.shape)
-        #: The number of elements of the largest shard.
-        self.padded = math.prod(self.shard_shapes[0])
+        #: The number of elements of each rank's shard, and of the largest.
+        self.numels = list(map(math.prod, self.shard_shapes))
+        self.padded = self.numels[0]
         #: True if each rank has elements that follow each other in the full tensor.
         self.is_range = math.prod(before) == 1
         #: True if the concatenation of all shards is the full tensor.
@@ -76,7 +77,7 @@ class ShardedParam:
     def by_rank(self, full: Tensor) -> Tensor:
         """A tensor that, cut into as many chunks of dim 0 as there are ranks, is all shards."""
         if self.is_range:
-            return full.view(self.shape[self.dim :])
+            return full.view(self.shape[self.dim :]) if self.dim else full
         rows = full.new_zeros(len(self.sizes), self.padded)
         for shard, part in self.shards_and_parts(rows, full):
             shard.copy_(part)
@@ -84,11 +85,10 @@ class ShardedParam:
 
     def shards_and_parts(self, shards: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of views of the same elements: in all ranks' padded shards, and in the tensor."""
-        ranks = len(self.sizes)
-        if self.is_even and full.is_contiguous():
-            return [(shards, full.view(ranks, self.padded))]
+        if self.is_even:
+            return [(shards, full.view(len(self.sizes), self.padded))]
         return [
-            (shards[rank, : math.prod(shape)].view(shape), self.of_full(full, rank))
+            (shards[rank, : self.numels[rank]].view(shape), self.of_full(full, rank))
             for rank, shape in enumerate(self.shard_shapes)
             if self.sizes[rank]
         ]

@@ -22,9 +22,9 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice, repeat
 from operator import attrgetter, is_
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.arguments import cast_floats
 from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering, gather
-from tilework.parallel.fully_sharded.gather_nodes import can_save, outside_transforms, saving
+from tilework.parallel.fully_sharded.gather_nodes import Saving, can_save, outside_transforms
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpose, Reduction
 from tilework.parallel.fully_sharded.reducing import Made, Node, reduced
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
@@ -62,6 +62,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 _local_of = attrgetter("_local_tensor")
 _spec_of, _dtype_of = attrgetter("_spec"), attrgetter("dtype")
 _version_of, _address_of = attrgetter("_version"), Tensor.data_ptr
+_is_on_meta, _full_bytes = attrgetter("is_meta"), attrgetter("full_bytes")
 
 #: Units are gathered together up to so many bytes of full parameters.
 TOGETHER_BYTES = 256 << 10
@@ -92,23 +93,32 @@ class GatheredParameters:
             self.is_ready = True
 
     @property
-    def fulls(self) -> Iterable[tuple[ShardedParam, Tensor]]:
+    def fulls(self) -> list[tuple[ShardedParam, Tensor]]:
         """The parameters, each with the full local tensor."""
-        for flat, part in zip(self.flats, self.parts, strict=True):
-            yield from zip(flat.params, part.fulls, strict=True)
+        return [
+            pair for part in self.parts for pair in zip(part.flat.params, part.fulls, strict=True)
+        ]
 
 
 class Use:
     """A forward pass of a unit, as long as autograd keeps saved tensors of the pass."""
 
-    def __init__(self, unit: Unit, gathered: GatheredParameters, run: Run) -> None:
-        self.unit, self.flats = unit, gathered.flats
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self.flats = unit, unit.flats
         #: The full parameters, while they are in memory.
-        self.gathered: GatheredParameters | None = gathered
+        self.gathered: GatheredParameters | None = None
+        self.is_again = torch._C._current_graph_task_id() != -1  # a checkpoint recomputes
+        self.is_outermost = _running.run is None
+        if self.is_outermost:
+            _running.run = Run([] if self.is_again else unit._order)
         #: The forward pass of the outermost unit, and the place within that pass.
-        self.run, self.number = run, len(run.uses)
+        self.run: Run = _running.run  # type: ignore[assignment]
+        self.number = len(self.run.uses)
         #: True if what autograd saves stands for full parameters; else they stay in memory.
         self.saves = can_save()
+        self.saving: Saving | None = None
+        #: The units that forward installs.
+        self.shown: list[Unit] = []
 
     def forget(self) -> None:
         """Free the full parameters, unless others need them."""
@@ -302,24 +312,26 @@ class Unit:
         if self._gathered is None:
             together = [self, *self._small(after)]
             made = _gathered_together([(unit, unit.flats) for unit in together], async_op)
+            units = _units_of_pass()
             for unit, gathered in zip(together, made, strict=True):
                 unit._gathered = gathered
-                _units_of_pass().setdefault(unit, [])
+                units.setdefault(unit, [])
 
     def _small(self, after: Iterable[Unit]) -> Iterator[Unit]:
         """The first of the units ``after`` that fit into a message with this unit."""
-        room, group = TOGETHER_BYTES - self._full_bytes(), self.owner.shard_group
-        for unit in dict.fromkeys(after):
-            if room < 0 or unit.owner.shard_group is not group:
+        room, seen = TOGETHER_BYTES - self._full_bytes(), {self}
+        for unit in after:
+            if room < 0 or unit.owner.shard_group is not self.owner.shard_group:
                 return
-            if unit is not self and unit.phase == "sharded":
+            if unit not in seen and unit._gathered is None:
+                seen.add(unit)
                 unit._look_in_forward()
                 room -= unit._full_bytes()
                 if room >= 0:
                     yield unit
 
     def _full_bytes(self) -> int:
-        return sum(flat.full_bytes for flat in self.flats)
+        return sum(map(_full_bytes, self.flats))
 
     def gather(self, after: Iterable[Unit] = ()) -> GatheredParameters:
         """Gather the full parameters, unless in memory, and return them. Collective; blocks."""
@@ -335,8 +347,7 @@ class Unit:
             self._install()
 
     def _check_memory(self, flats: Sequence[Flat]) -> None:
-        on_meta = [flat for flat in flats if flat.device.type == "meta"]
-        if any(lacks_memory(shard) for flat in on_meta for shard in flat.shards):
+        if any(lacks_memory(shard) for flat in flats for shard in flat.shards):
             raise RuntimeError(
                 f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
                 f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
@@ -356,61 +367,60 @@ class Unit:
         """Leave only shards to the modules, unless forward runs. Local."""
         if self._depth:
             return
-        self._uninstall()
+        if self._installed:
+            self._uninstall()
         if self._gathered is not None:
             self._gathered.finish()  # a collective still writes to the memory
-        self._gathered = None
+            self._gathered = None
 
     def _install(self) -> None:
         """Let attribute access find the full parameters, with a new node in the graph. Local."""
         assert self._gathered is not None
-        pairs = list(self._gathered.fulls)
-        results = self._results(self._gathered) if torch.is_grad_enabled() else {}
-        for param, full in pairs:
-            value: Any = results.pop(id(param), None)
-            if value is None:
-                value = full.detach()
+        pairs = self._gathered.fulls
+        results = self._results(self._gathered) if torch.is_grad_enabled() else repeat(None)
+        for (param, full), result in zip(pairs, results, strict=False):
+            value: Any = full.detach() if result is None else result
             if param.tensor_parallel is not None:
                 value = wrap(value, param.tensor_parallel, digest_of(param.sharded))
             attributes = vars(param.sharded)
             for key in [key for key in attributes if key[:1] != "_"]:
                 vars(value)[key] = attributes[key]
             for module, name in param.places:
-                module.__dict__[name] = value
+                vars(module)[name] = value
         self._installed, self._task = [p for p, _ in pairs], torch._C._current_graph_task_id()
-        self._written = self._writes()
-        self._show_recurrent()
+        if self.tables.recurrent:
+            self._show_recurrent()
 
-    def _results(self, gathered: GatheredParameters) -> dict[int, Tensor]:
+    def _results(self, gathered: GatheredParameters) -> list[Tensor | None]:
         """Full parameters as results of a node, perhaps with those of units that come next."""
         made = gathered.made
-        if made is None or made.node.run is not _running.run or not made.is_of(self.shards()):
-            after = chain.from_iterable(map(self._waiting, gathered.together))
-            Node([(self, gathered), *after], _running.run)
+        run = _running.run
+        if made is None or made.node.run is not run or not made.is_of(self.shards()):
+            others = [  # gathered with this unit, and without a node for the forward to come
+                (unit, own)
+                for unit in gathered.together
+                if (own := unit._gathered) is not None
+                and own is not gathered
+                and own.together is gathered.together
+                and not (unit._installed or (own.made and own.made.node.run is run))
+            ]
+            Node([(self, gathered), *others], run)
             made = gathered.made
         assert made is not None
         gathered.made = None
         made.node.users.add(self)
         return made.results
 
-    def _waiting(self, unit: Unit) -> Iterator[tuple[Unit, GatheredParameters]]:
-        """A ``unit`` gathered with this, if no node is there for the forward to come."""
-        mine, own = self._gathered, unit._gathered
-        if mine is None or own is None or own is mine or own.together is not mine.together:
-            return
-        if not unit._installed and (own.made is None or own.made.node.run is not _running.run):
-            yield unit, own
-
     def _writes(self) -> list[int]:
         """For each of the flats, the number of writes to the full parameters that torch counts."""
         return [] if self._gathered is None else [p.block._version for p in self._gathered.parts]
 
     def _uninstall(self) -> None:
-        if self._installed:
-            for param in self._installed:
-                for module, name in param.places:
-                    module.__dict__.pop(name, None)
-            self._installed = []
+        for param in self._installed:
+            for module, name in param.places:
+                vars(module).pop(name, None)
+        self._installed = []
+        if self.tables.recurrent:
             self._show_recurrent()
 
     def _show_recurrent(self) -> None:
@@ -423,31 +433,34 @@ class Unit:
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module's forward pass with full parameters. Collective."""
-        with span(self._text), ExitStack() as around:
-            with outside_transforms():
-                use = None if self._depth else self._enter(around)
-            self._depth += 1
-            around.callback(self._leave)
-            dtype = self.owner.policy.param_dtype
-            if dtype is not None and self.owner.policy.cast_forward_inputs:
-                args, kwargs = cast_floats((args, kwargs), dtype)
-            output = call(*args, **kwargs)
-            self._check_unwritten()
-        if self.owner.policy.output_dtype is not None:
-            output = cast_floats(output, self.owner.policy.output_dtype)
+        policy, use = self.owner.policy, None
+        with span(self._text):
+            if not self._depth:
+                use = Use(self)
+            try:
+                if use is not None:
+                    with outside_transforms():
+                        self._enter(use)
+                self._depth += 1
+                try:
+                    if policy.param_dtype is not None and policy.cast_forward_inputs:
+                        args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
+                    output = call(*args, **kwargs)
+                    self._check_unwritten()
+                finally:
+                    self._depth -= 1
+            finally:
+                if use is not None:
+                    self._leave(use)
+        if policy.output_dtype is not None:
+            output = cast_floats(output, policy.output_dtype)
         if use is not None and torch.is_grad_enabled():
             self._watch(output, use)
         return output
 
-    def _enter(self, around: ExitStack) -> Use:
+    def _enter(self, use: Use) -> None:
         """Gather and install the full parameters of a forward pass. Collective."""
-        again = torch._C._current_graph_task_id() != -1  # a checkpoint recomputes in backward
-        outermost = _running.run is None
-        if outermost:
-            _running.run = Run([] if again else self._order)
-            around.callback(self._end_run, again)
-        run = _running.run
-        assert run is not None
+        run, again = use.run, use.is_again
         if again:
             self._join_backward()
             self.look()
@@ -458,22 +471,36 @@ class Unit:
         ahead = () if again else run.next_units()
         gathered = self.gather(ahead[1:] if ahead and ahead[0] is self else ())
         gathered.seen_by = run
-        use = Use(self, gathered, run)
+        use.gathered, use.flats = gathered, gathered.flats
         run.units.append(self)
         run.uses.append(weakref.ref(use))
-        around.callback(self._clean)
+        use.shown.append(self)
         self._install()
+        self._written = self._writes()
         if not again:
             _gather_ahead(self.forward_prefetch, iter(run.next_units()))
-        self._show_first_layers(run, around, again)
-        _running.stack.append(self)
-        around.callback(_running.stack.pop)
+        if self.tables.encoders:
+            self._show_first_layers(use)
         if torch.is_grad_enabled() and gathered.parts and use.saves:
-            around.enter_context(saving(use, gathered.parts))
+            use.saving = Saving(use, gathered.parts)
+        _running.stack.append(self)
+
+    def _leave(self, use: Use) -> None:
+        """Undo what :meth:`_enter` did, as far as it came. Local."""
         frees = self.reshard_after_forward
-        if (not outermost if frees is None else frees) or again:
-            around.callback(use.forget)
-        return use
+        if (not use.is_outermost if frees is None else frees) or use.is_again:
+            use.forget()
+        if use.saving is not None:
+            use.saving.end()
+            use.saving = None
+        if _running.stack[-1:] == [self]:
+            _running.stack.pop()
+        try:
+            while use.shown:
+                use.shown.pop()._clean()
+        finally:
+            if use.is_outermost:
+                self._end_run(use.is_again)
 
     def _look_before(self, run: Run) -> None:
         """Before forward: take over changed parameters, drop full ones out of date. Collective."""
@@ -495,7 +522,7 @@ class Unit:
         if flag.item():
             self.reshard()
 
-    def _show_first_layers(self, run: Run, around: ExitStack, again: bool) -> None:
+    def _show_first_layers(self, use: Use) -> None:
         """Install the weights that torch's encoders read before they call a layer. Collective."""
         layers = [encoder.layers[0] for encoder in self.tables.encoders]
         modules = [module for layer in layers if not layer.training for module in layer.modules()]
@@ -503,12 +530,12 @@ class Unit:
         for unit in dict.fromkeys(units):
             if unit is None or unit is self:
                 continue
-            if again:
+            if use.is_again:
                 unit._join_backward()
-            unit._look_before(run)
-            unit.gather().seen_by = run
+            unit._look_before(use.run)
+            unit.gather().seen_by = use.run
             unit._install()
-            around.callback(unit._clean)
+            use.shown.append(unit)
 
     def _check_unwritten(self) -> None:
         """Raise if forward has written to a shard, which this forward has not seen, or to a full
@@ -553,15 +580,13 @@ class Unit:
             ):
                 yield param.name
 
-    def _leave(self) -> None:
-        self._depth -= 1
-
     def _clean(self) -> None:
         """After forward (unless it is a repetition), uninstall the full parameters. Local."""
         if torch._C._current_graph_task_id() != -1:
             return
         if self.reshard_after_forward is False:
-            self._uninstall()
+            if self._installed:
+                self._uninstall()
         else:
             self.reshard()
 
@@ -572,7 +597,7 @@ class Unit:
         if not again:
             self._order = run.units
         for unit in dict.fromkeys(run.before):
-            if unit not in run.units and unit.phase == "gathering":
+            if unit.phase == "gathering" and unit not in run.units:
                 unit.reshard()
 
     # -- backward ----------------------------------------------------------------------------
@@ -585,10 +610,10 @@ class Unit:
             with outside_transforms():
                 self._begin_backward(of())
 
-        for tensor in tensors_of(output):
-            local: Any = getattr(tensor, "_local_tensor", tensor)
-            if local.grad_fn is not None:
-                local.grad_fn.register_prehook(begin)
+        for tensor in (output,) if type(output) is Tensor else tensors_of(output):
+            node: Any = getattr(tensor, "_local_tensor", tensor).grad_fn
+            if node is not None:
+                node.register_prehook(begin)
 
     def _join_backward(self) -> None:
         """Free this unit's parameters after backward, and other units' parameters now."""
@@ -721,7 +746,7 @@ class Unit:
 def _gather_ahead(named: list[Unit] | None, after: Iterator[Unit]) -> None:
     """Start to gather the units that the program named, or else those that come next."""
     for unit in islice(after, 1) if named is None else named:
-        if unit.phase == "sharded":
+        if unit._gathered is None:
             unit._look_in_forward()
             unit.start_gather(after=after if named is None else ())
 
@@ -732,7 +757,8 @@ def _gathered_together(
     """Full parameters of units, whose digests ranks compare. Collective."""
     in_backward = torch._C._current_graph_task_id() != -1
     for unit, flats in units:
-        unit._check_memory(flats)
+        if any(map(_is_on_meta, flats)):
+            unit._check_memory(flats)
         unit._gathers += 1
     first, digests = units[0][0], [unit.digest(unit._gathers, in_backward) for unit, _ in units]
     where = "backward" if in_backward else "forward"
