@@ -169,7 +169,7 @@ _OWN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Saving:
-    """Makes operators save a :class:`Saved` for full tensors; for others hooks around, or checks."""
+    """Makes operators save a :class:`Saved` for full tensors; for others hooks, or checks."""
 
     def __init__(self, use: Any, gatherings: Sequence[Gathering]) -> None:
         self._spans = [(part.span(), part) for part in gatherings]
