@@ -18,10 +18,10 @@ from tilework.dtensor.tensor import DTensor
 from tilework.layout import Replicate, Shard, chunk_sizes
 from tilework.tiled import (
     Arg,
-    Decomposition,
     Dim,
     Factor,
     RuleResult,
+    composed,
     dtensor_rule,
     factors_of,
     local_call,
@@ -32,11 +32,8 @@ _torch_forward: Any = without_override_checks(F.multi_head_attention_forward)
 
 
 @dtensor_rule("multi_head_attention_forward")
-def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> RuleResult:
-    return Decomposition(multi_head_attention)
-
-
-def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+@composed
+def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """``F.multi_head_attention_forward`` for DTensors, with batch and heads in separate dims."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
-from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, composed, local_call
 from tilework.tiled.op_table import register, rule
 from tilework.tiled.rules.reduction_args import NARROW, keeps_sums
 
@@ -212,7 +212,7 @@ def _to_memory_format(
     return input.to(*args, **kwargs).contiguous(memory_format=memory_format)
 
 
-rule("type_as")(lambda input, other: Decomposition(lambda input, other: input.to(other.dtype)))
+rule("type_as")(composed(lambda input, other: input.to(other.dtype)))
 
 
 @rule("type", may_be_input=True)
