@@ -265,3 +265,16 @@ def test_failed_start_is_told_and_leaves_nothing(launch: Launch) -> None:
     done = launch.finish(launch.start("-n", "12", name, preexec_fn=few))
     assert (done.status, done.err) == (1, "tilework run: cannot start: Too many open files\n")
     assert not ranks_left(launch)
+
+
+def test_all_ranks_start_again(launch: Launch) -> None:
+    script = """
+        import os
+        attempts = open(f"attempts-{os.environ['RANK']}", "a+")
+        attempts.write("x")
+        assert os.environ["RANK"] == "0" or attempts.tell() == 3, "not yet"
+    """
+    done = launch(script, "-n", "2", "--max-restarts", "2")
+    assert done.status == 0
+    assert "tilework: all ranks start again (2 of 2 restarts)" in done.err
+    assert launch(script, "-n", "2", "--max-restarts", "1").status == 1

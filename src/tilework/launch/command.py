@@ -134,6 +134,7 @@ def _add_run(commands: _Commands) -> None:
     add("--master-port", type=_port, metavar="P", help="that port (default: any); implies --tcp")
     add("--prefix", choices=("auto", "all", "others", "none"), default="auto", help=_PREFIX_HELP)
     add("--restarts", type=_count, default=0, metavar="R", help=_RESTARTS_HELP)
+    add(*_TORCHRUN_RESTARTS, type=_count, default=0, metavar="R", help=_MAX_RESTARTS_HELP)
     add("--elastic", type=_elastic, metavar="MIN:MAX", help=_ELASTIC_HELP)
     add("--grace", type=_timeout, default=timedelta(seconds=2), metavar="S", help=_GRACE_HELP)
     add("--bind", choices=get_args(BindMode), default="none", help=_BIND_HELP)
@@ -164,6 +165,8 @@ _RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
 #: torchrun's name of -n, in both spellings.
 _TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS_HELP = "start ranks that die again, alone, R times in all (see docs/how-to/elastic.md)"
+_TORCHRUN_RESTARTS = ("--max-restarts", "--max_restarts")
+_MAX_RESTARTS_HELP = "start all ranks again when the job has failed, R times in all"
 _ELASTIC_HELP = "continue with at least MIN ranks when some die; MAX is the number at the start"
 _GRACE_HELP = "seconds from Ctrl-C or SIGTERM to SIGKILL (default: 2)"
 _NNODES_HELP = (
@@ -213,7 +216,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 #: Options that settings have under the same name.
 _SETTINGS = (
     *("start", "backend", "timeout", "log_dir", "prefix", "restarts", "elastic", "grace", "bind"),
-    *("huge_pages", "node_rank", "rdzv", "trace", "watch"),
+    *("max_restarts", "huge_pages", "node_rank", "rdzv", "trace", "watch"),
 )
 
 

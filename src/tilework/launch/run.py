@@ -59,6 +59,7 @@ def run(settings: LaunchSettings, program: Program) -> int:
         printer = _Printer(Output(settings), flight, settings.trace)
         stack.callback(printer.output.close)
         stdin = stack.enter_context(contextlib.closing(StandardInput()))
+        attempt = 0
         while True:
             with SignalInbox() as inbox:
                 front = Frontend(
@@ -76,12 +77,17 @@ def run(settings: LaunchSettings, program: Program) -> int:
             # once, even if nobody reads the rest of the output.
             assert outcome is not None
             printer.output.drain()
-            if not outcome.begins_again:
+            if outcome.begins_again:
+                notice = "hosts were lost before the ranks met, or all that had: it begins again"
+            elif outcome.root is not None and attempt < settings.max_restarts:
+                attempt += 1
+                notice = f"all ranks start again ({attempt} of {settings.max_restarts} restarts)"
+            else:
                 break
-            assert nodes is not None
-            notice = "hosts were lost before the ranks had met, or all that had: it begins again"
             printer.output.write_notice(f"tilework: {notice}\n")
-            nodes = join_again(nodes, settings)
+            if outcome.begins_again:
+                assert nodes is not None
+                nodes = join_again(nodes, settings)
         printer.print_summary(outcome, job.left_behind, job.recovery)
         printer.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
         return outcome.exit_status

@@ -40,6 +40,8 @@ class LaunchSettings:
     """The ranks whose lines begin with ``[rank]``; ``auto``: all if there are several ranks."""
 
     restarts: int = 0
+    max_restarts: int = 0
+    """The number of times that all ranks start again after the job has failed."""
     elastic: tuple[int, int] | None = None
     """The minimum and maximum of ranks to continue with; None: any number if ``restarts`` is
     positive, else the job ends with any rank.
@@ -95,6 +97,11 @@ class LaunchSettings:
             )
         if not self.several_hosts:
             return
+        if self.max_restarts:
+            raise ValueError(
+                "max-restarts starts all ranks of one host again: for several hosts give the "
+                "commands to a loop, or take --nnodes MIN:MAX with --restarts"
+            )
         if self.rdzv is None:
             served = "of node 0 and a free port" if self.elastic_nodes is None else "and the port"
             by = "" if self.elastic_nodes is None else " where `tilework store` serves"
