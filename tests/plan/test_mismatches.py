@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tilework import rpc
 from tilework.errors import PretendError
 from tilework.parallel import DistributedDataParallel
 from tilework.plan import Mismatch, pretend
 
 
-def found(program: Callable[[], None], ranks: int, everyone: bool = True) -> list[Mismatch]:
+def found(program: Callable[[], object], ranks: int, everyone: bool = True) -> list[Mismatch]:
     with pretend(ranks=ranks) as job:
         return list(job.run(program, everyone=everyone).mismatches)
 
@@ -36,6 +37,54 @@ def test_a_rank_that_ranks_choose_together_is_the_same_on_all() -> None:
         dist.broadcast(torch.ones(2), int(best.item()))
 
     assert not found(program, 4)
+
+
+def is_odd() -> int:
+    return int(dist.get_rank() == 1)
+
+
+UNEVEN: dict[str, Callable[[], object]] = {
+    "all_to_all_single": lambda: dist.all_to_all_single(
+        torch.empty(3), torch.ones(3 + is_odd()), [1, 1, 1], [1 + is_odd(), 1, 1]
+    ),
+    "reduce_scatter": lambda: dist.reduce_scatter(
+        torch.empty(2 + is_odd()), [torch.ones(2 + is_odd()) for _ in range(3)]
+    ),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(
+        torch.empty(6 + 3 * is_odd()), torch.ones(2 + is_odd())
+    ),
+    "scatter": lambda: dist.scatter(
+        torch.empty(2 + is_odd()),
+        None if dist.get_rank() else [torch.ones(2)] * 3,
+        src=0,
+    ),
+    "broadcast": lambda: dist.broadcast(torch.ones(2 + is_odd(), 3 - is_odd()), src=0),
+    "new_group": lambda: dist.new_group([0, 1 + is_odd()]),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ranks_with_other_sizes(name: str) -> None:
+    (mismatch,) = found(UNEVEN[name], 3)
+    assert name in mismatch.text
+    assert 1 in mismatch.ranks
+
+
+def test_a_collective_does_not_meet_a_message_of_another_tag() -> None:
+    def program() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1), 1, tag=1)
+        elif dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0, tag=2)
+        dist.barrier()
+
+    (mismatch,) = found(program, 3)
+    assert "in a circle" in mismatch.text
+
+
+def test_rpc_is_refused() -> None:
+    with pytest.raises(PretendError, match="no other rank runs in a plan"):
+        found(lambda: rpc.init_rpc("worker"), 2)
 
 
 def test_uneven_inputs_are_refused() -> None:

@@ -23,7 +23,8 @@ from tilework.comm.making.group_plan import identity_on, told_to_all
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.comm.making.meeting import counted
 from tilework.comm.making.rank_watch import BLOCK, RankWatch
-from tilework.comm.pretence import Pretence, current_pretence
+from tilework.comm.per_call.callsite import call_site
+from tilework.comm.pretence import Pretence, PretendedCall, current_pretence
 from tilework.comm.waits.cycles import notice_cycles
 from tilework.comm.waits.group import GroupWait, lack_of_means
 from tilework.comm.waits.late import notice_late_ranks
@@ -446,6 +447,8 @@ def new_group(
     if pretence is None:
         meet(awaited.index(me), store)
     else:
+        call = f"new_group {_in_brief(members)}", (("new_group", members),), 0, call_site()
+        pretence.note(PretendedCall(record.group.group_name, awaited, *call, is_check=True))
         pretence.meet((len(awaited), len(members)), lambda: counted(awaited, members, meet, 0))
     if me not in members:
         return NonMember(name, members)

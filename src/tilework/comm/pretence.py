@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+Sizes = int | tuple[int, ...] | None
+
 
 class PretendedCall(NamedTuple):
     """A call of a pretended rank: a collective, or a message."""
@@ -39,6 +41,8 @@ class PretendedCall(NamedTuple):
     is_check: bool = False
     #: Of a wait: the place in the rank's calls of the operation that is waited for.
     waits_for: int | None = None
+    #: The elements for each rank of the group, and from each: a number if they are equal; None: no.
+    sizes: tuple[Sizes, Sizes] = (None, None)
 
     @property
     def kind(self) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from tilework.comm.per_call.internal import PretendedCall
+from tilework.comm.per_call.internal import PretendedCall, Sizes
 from tilework.wait_graph import cycles
 
 #: What a rank calls: by rank, all calls in order.
@@ -54,7 +55,8 @@ def mismatches_of(calls: Calls) -> list[Mismatch]:
     different = _different(calls)
     if different:
         return different
-    return _stuck(_Player(calls).play(), calls)
+    player = _Player(calls)
+    return _stuck(player.play(), player)
 
 
 def passed_times(
@@ -89,7 +91,9 @@ def _different(calls: Calls) -> list[Mismatch]:
     found = []
     for by_rank in _in_order(calls).values():
         first, *others = by_rank
-        for other in others:
+        uneven = _uneven(by_rank)
+        found += [] if uneven is None else [uneven]
+        for other in others if uneven is None else ():
             pairs = zip(by_rank[first], by_rank[other], strict=False)
             numbered = enumerate(pairs, 1)
             odd = next(((i, a, b) for i, (a, b) in numbered if _facts(a) != _facts(b)), None)
@@ -97,6 +101,31 @@ def _different(calls: Calls) -> list[Mismatch]:
                 found.append(_odd_pair((first, other), *odd))
                 break
     return found
+
+
+def _uneven(by_rank: Mapping[int, Sequence[PretendedCall]]) -> Mismatch | None:
+    """Two ranks, of which one has as many elements for the other as the other does not take."""
+    for number, same in enumerate(zip(*by_rank.values(), strict=False), 1):
+        sizes = {call.sizes for call in same}
+        if len(sizes) == 1 and not any(isinstance(each, tuple) for each in same[0].sizes):
+            sent, taken = same[0].sizes
+            if sent == taken or None in (sent, taken):
+                continue
+        places = {rank: same[0].ranks.index(rank) for rank in by_rank}
+        for (a, mine), (b, theirs) in product(zip(by_rank, same, strict=True), repeat=2):
+            sent, taken = _part(mine.sizes[0], places[b]), _part(theirs.sizes[1], places[a])
+            if sent != taken and None not in (sent, taken):
+                return Mismatch(
+                    (a, b),
+                    f"in collective {number} of group {mine.group!r}, {mine.text}, rank {a} has "
+                    f"{sent} elements for rank {b}, which takes {taken}",
+                    (mine.site, theirs.site),
+                )
+    return None
+
+
+def _part(sizes: Sizes, place: int) -> int | None:
+    return sizes[place] if isinstance(sizes, tuple) else sizes
 
 
 def _in_order(calls: Calls) -> dict[tuple[object, ...], dict[int, list[PretendedCall]]]:
@@ -133,7 +162,9 @@ def _odd_pair(ranks: tuple[int, int], number: int, a: PretendedCall, b: Pretende
 
 
 def _reason(a: PretendedCall, b: PretendedCall) -> str:
-    names = ("operation", "dtype", "reduction", "root", "number of elements", "origin of tensors")
+    names = ("operation", "dtype", "reduction", "root", "shape", "origin of tensors")
+    if a.peer is not None:
+        return ""
     odd = [name for name, x, y in zip(names, a.facts, b.facts, strict=False) if x != y]
     return f": they differ in {' and '.join(odd)}" if odd else ""
 
@@ -188,6 +219,16 @@ class _Player:
         self._waiting[event].append(rank)
         return False
 
+    def awaited(self, rank: int) -> Iterable[int]:
+        """The ranks that have not come to what a rank waits for."""
+        place = self.place[rank]
+        call = self.calls[rank][place]
+        event = self._events[rank, place if call.waits_for is None else call.waits_for]
+        if call.peer is not None:
+            return (call.peer,)
+        come = {other for (other, _), entered in self._events.items() if entered == event}
+        return [each for each in call.ranks if each in self.calls and each not in come]
+
     def _arrived(self, rank: int) -> float:
         """The time at which a rank comes to the next call."""
         if self._computed is None:
@@ -229,9 +270,9 @@ class _Player:
         return self._come[event] > 0 or call.peer not in self.calls
 
 
-def _stuck(left: Mapping[int, PretendedCall], calls: Calls) -> list[Mismatch]:
+def _stuck(left: Mapping[int, PretendedCall], player: _Player) -> list[Mismatch]:
     """The faults that make ranks wait forever."""
-    waits = [_Wait(rank, _awaited(rank, call, left, calls), call) for rank, call in left.items()]
+    waits = [_Wait(rank, tuple(player.awaited(rank)), call) for rank, call in left.items()]
     circles = cycles(waits)
     found = [
         Mismatch(
@@ -247,7 +288,7 @@ def _stuck(left: Mapping[int, PretendedCall], calls: Calls) -> list[Mismatch]:
     for wait in waits:
         ended = [rank for rank in wait.awaited if rank not in left]
         if ended:
-            other, call = ended[0], wait.call
+            other, call, calls = ended[0], wait.call, player.calls
             last = calls[other][-1].site if calls[other] else ""
             why = "sends no such message" if call.kind == "recv" else "does not call it"
             found.append(
@@ -260,20 +301,3 @@ def _stuck(left: Mapping[int, PretendedCall], calls: Calls) -> list[Mismatch]:
             )
             break
     return found
-
-
-def _awaited(
-    rank: int, call: PretendedCall, left: Mapping[int, PretendedCall], calls: Calls
-) -> tuple[int, ...]:
-    if call.peer is not None:
-        return (call.peer,) if call.peer in calls else ()
-    return tuple(_absent(rank, call, left, [r for r in call.ranks if r in calls]))
-
-
-def _absent(
-    rank: int, call: PretendedCall, left: Mapping[int, PretendedCall], members: Iterable[int]
-) -> Iterable[int]:
-    for other in members:
-        theirs = left.get(other)
-        if theirs is None or (theirs.group, theirs.ranks) != (call.group, call.ranks):
-            yield other

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tilework.comm.per_call.internal import current_pretence
+from tilework.errors import PretendError
 from tilework.rpc.bootstrap import find_store, join
 from tilework.rpc.rref import Request, RRef, current_agent, current_state
 from tilework.rpc.workers import UNSET_RPC_TIMEOUT, RpcBackendOptions, Timeout, To, WorkerInfo
@@ -68,6 +70,8 @@ def init_rpc(
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be an RpcBackendOptions, got {options!r}")
+    if current_pretence() is not None:
+        raise PretendError("init_rpc waits for workers, and no other rank runs in a plan")
     state = current_state()
     if state.agent is not None:
         raise RuntimeError("RPC is initialized already: call rpc.shutdown() first")

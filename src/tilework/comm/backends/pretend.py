@@ -22,7 +22,7 @@ from tilework.comm.backends.threads.reference import combine
 from tilework.comm.forms import FORMS, Operation, Parts, op_factor, op_type, split_parts
 from tilework.comm.per_call.call_recorder import is_hidden
 from tilework.comm.per_call.callsite import call_site
-from tilework.comm.pretence import Pretence, PretendedCall, current_pretence
+from tilework.comm.pretence import Pretence, PretendedCall, Sizes, current_pretence
 from tilework.errors import DistBackendError
 
 #: The most bytes of a row that is kept for the other ranks.
@@ -33,6 +33,9 @@ _IDEMPOTENT = ("avg", "min", "max", "band", "bor")
 _EXCHANGED = ("all_gather", "gather", "all_reduce", "reduce")
 #: Kinds in which all ranks have tensors of one size.
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
+#: Kinds in which a rank has a part for each rank, and gets a part from each.
+_SENDS_PARTS = ("all_to_all", "reduce_scatter", "scatter")
+_GETS_PARTS = ("all_gather", "all_to_all", "gather")
 
 
 def moved_bytes(kind: str, rank: int, size: int, inputs: Parts, outputs: Parts) -> int:
@@ -49,6 +52,14 @@ def moved_bytes(kind: str, rank: int, size: int, inputs: Parts, outputs: Parts) 
 
 def _bytes_of(parts: Parts) -> int:
     return parts.nbytes if isinstance(parts, Tensor) else sum(part.nbytes for part in parts)
+
+
+def _sizes(parts: Parts, size: int, are_parts: bool) -> Sizes:
+    """The elements that go to or come from each rank: a number if they are equal."""
+    if isinstance(parts, Tensor):
+        return parts.numel() // (size if are_parts else 1)
+    numels = tuple(part.numel() for part in parts)
+    return numels if len(set(numels)) > 1 else next(iter(numels), None)
 
 
 def _beside(parts: Parts, rank: int, size: int) -> int:
@@ -115,14 +126,20 @@ class PretendEngine(PythonEngine):
     def _note(self, operation: Operation) -> None:
         kind = operation.kind
         op = op_type(operation.reduce_op)
-        count = 0
+        shapes: Any = ()
+        sizes: tuple[Sizes, Sizes] = None, None
         if kind in _EQUAL_SIZES:
             parts = operation.outputs if kind == "broadcast" else operation.inputs
-            count = sum(part.numel() for part in parts)
-        facts = kind, str(operation.dtype), op, operation.root, count, operation.provenance
+            shapes = tuple(tuple(part.shape) for part in parts)
+        else:
+            sizes = (
+                _sizes(operation.inputs, self.size, kind in _SENDS_PARTS),
+                _sizes(operation.outputs, self.size, kind in _GETS_PARTS),
+            )
+        facts = kind, str(operation.dtype), op, operation.root, shapes, operation.provenance
         moved = moved_bytes(kind, self.rank, self.size, operation.inputs, operation.outputs)
         text, site = operation.describe(), call_site()
-        rest = None, operation.is_async, is_hidden()
+        rest = None, operation.is_async, is_hidden(), None, sizes
         self.pretence.note(PretendedCall(self.group, self.ranks, text, facts, moved, site, *rest))
 
     def _from_root(self, operation: Operation, known: bool) -> None:

@@ -43,6 +43,7 @@ from tilework.comm.pretence import (
     MeetingCost,
     Pretence,
     PretendedCall,
+    Sizes,
     current_pretence,
     pretending,
 )
