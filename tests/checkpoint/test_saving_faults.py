@@ -65,6 +65,18 @@ def test_the_order_of_calls_is_that_of_the_format(tmp_path: Path) -> None:
     assert ("fsync", tmp_path.name) in calls
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_ranks_that_save_to_different_folders_are_told(tmp_path: Path, exists: bool) -> None:
+    def program(rank: int) -> None:
+        folder = tmp_path / str(rank)
+        if exists:
+            folder.mkdir()
+        with pytest.raises(CheckpointError, match="all ranks must save to one folder"):
+            checkpoint.save(numbers(8) + rank, folder)
+
+    run_ranks(2, program)
+
+
 def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     found = []
     for number in range(100):

@@ -50,6 +50,7 @@ from tilework.errors import CheckpointError
 
 #: The number and interval of retries of a writer whose path is taken.
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.01
+_ONE_FOLDER = "all ranks must save to one folder, which all hosts share"
 
 #: Yields the elements of a box in order, as contiguous tensors.
 Source = Callable[[PlacedBox], Iterator[Tensor]]
@@ -233,7 +234,11 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
 
         def write() -> list[Report]:
             _forget_replaced(save, ranks)
-            return write_files(save.storage, save.files, source, progress)
+            try:
+                return write_files(save.storage, save.files, source, progress)
+            except FileNotFoundError as error:
+                told = f"{error.filename}: the first rank has made no such folder: {_ONE_FOLDER}"
+                raise CheckpointError(told, file=str(error.filename)) from error
 
         reports = ranks.gather(write)
         committed: list[Index] = []
@@ -280,7 +285,7 @@ def _check_visible(storage: Storage, index: Index) -> None:
         name = min(missing)
         raise CheckpointError(
             f"{storage.where(name)}, which its rank has written, cannot be seen from the first "
-            f"rank: save to a folder that all hosts share",
+            f"rank: {_ONE_FOLDER}",
             file=storage.where(name),
         )
 
