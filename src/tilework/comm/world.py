@@ -186,7 +186,8 @@ class World(_Slots):
         if self.default_group is None:
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call "
-                "init_process_group."
+                "init_process_group. Forked processes have no groups, nor have those that called "
+                "destroy_process_group()."
             )
         return self.default_group
 
