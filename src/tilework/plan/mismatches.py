@@ -104,7 +104,7 @@ def _different(calls: Calls) -> list[Mismatch]:
 
 
 def _uneven(by_rank: Mapping[int, Sequence[PretendedCall]]) -> Mismatch | None:
-    """Two ranks, of which one has as many elements for the other as the other does not take."""
+    """Two ranks: the first has another number of elements for the second than that takes."""
     for number, same in enumerate(zip(*by_rank.values(), strict=False), 1):
         sizes = {call.sizes for call in same}
         if len(sizes) == 1 and not any(isinstance(each, tuple) for each in same[0].sizes):
