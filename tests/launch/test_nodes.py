@@ -19,7 +19,7 @@ from tests.launch.conftest import Launch, wait_for_files
 from tilework.comm.backend import core_error
 from tilework.errors import DistNetworkError
 from tilework.launch import nodes
-from tilework.launch.nodes import NodeLink, Nodes, NodesError, join_nodes
+from tilework.launch.nodes import Kind, NodeLink, Nodes, NodesError, join_nodes
 from tilework.launch.settings import LaunchSettings
 from tilework.store import Store
 
@@ -332,7 +332,7 @@ def pump(link: NodeLink) -> list[object]:
 
 def test_node_0_passes_on_what_it_hears() -> None:
     links = star()
-    links[2].tell("failed", rank=5)
+    links[2].tell(Kind.FAILED, rank=5)
     told = {"kind": "failed", "node": 2, "rank": 5}
     assert pump(links[0]) == [told]
     assert pump(links[1]) == [told]
@@ -346,12 +346,12 @@ def test_node_0_passes_on_what_it_hears() -> None:
 
 def test_garbage_is_ignored_and_an_end_after_finishing_is_none() -> None:
     links = star()
-    links[1].tell("finished")
+    links[1].tell(Kind.FINISHED)
     links[1].close()
     assert links[0].awaits_others
     assert pump_each(links[0]) == [{"kind": "finished", "node": 1}]
     assert pump_each(links[0]) == []
-    links[2].tell("finished")
+    links[2].tell(Kind.FINISHED)
     pump_each(links[0])
     assert not links[0].awaits_others
     for link in links:

@@ -27,7 +27,7 @@ from tilework.launch.nodes import (
     version,
 )
 from tilework.launch.settings import LaunchSettings
-from tilework.launch.store_service import CALLERS, JOIN, PLACED, PREFIX, REFUSED, SERVICE
+from tilework.launch.store_service import CALLERS, PREFIX, SERVICE
 from tilework.store import PrefixStore, TCPStore
 from tilework.store.internal import TcpAddress
 
@@ -56,7 +56,7 @@ class ServiceLink(NodeLink):
         assert settings.elastic_nodes is not None
         nodes = ":".join(map(str, settings.elastic_nodes))
         mine = {"nodes": nodes, "ranks": settings.nprocs, "version": version()}
-        self.tell(JOIN, **mine, host=socket.gethostname())
+        self.tell(Kind.JOIN, **mine, host=socket.gethostname())
         placed = self._answer((settings.timeout or PATIENCE).total_seconds())
         self._node, self._own, self._left = placed["node"], placed["ranks"], placed["left"]
         self._has_lost, self._finished = bool(placed["begun"]), set()
@@ -97,9 +97,9 @@ class ServiceLink(NodeLink):
                 readers[each]()
             self.beat()
             for message in self.take():
-                if message["kind"] == PLACED:
+                if message["kind"] == Kind.PLACED:
                     return message
-                if message["kind"] == REFUSED:
+                if message["kind"] == Kind.REFUSED:
                     refused = NodesError(message["error"])
                     refused.status = message.get("status", 1)
                     raise refused

@@ -44,6 +44,10 @@ class Kind(str, Enum):
     LOST = "lost"
     JOINED = "joined"
     AGAIN = "again"
+    #: A launcher's introduction to a ``tilework store``, and the answers to it.
+    JOIN = "join"
+    PLACED = "placed"
+    REFUSED = "refused"
 
 
 #: Kinds of frames: a message as JSON, and a heartbeat.
@@ -158,7 +162,7 @@ class NodeLink:
         news, self._news = self._news, []
         return news
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def tell(self, kind: Kind, **facts: Any) -> None:
         """Send a message to all other nodes."""
         self._send({"kind": kind, "node": self._node, **facts}, but=self._node)
 

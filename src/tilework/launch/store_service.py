@@ -25,8 +25,6 @@ from tilework.store import PrefixStore, StoreServer, TCPStore
 SERVICE: Final = -1
 PREFIX: Final = "tilework/service"
 CALLERS: Final = "callers"
-#: Kinds of messages besides those of ``nodes``: a launcher's introduction, and the answers to it.
-JOIN, PLACED, REFUSED = "join", "placed", "refused"
 #: What launchers must agree on, with the name for people.
 _EQUAL: Final = {"nodes": "--nnodes", "version": "their version of tilework"}
 #: How many launchers may be on their way at a time.
@@ -91,7 +89,7 @@ class _Service(NodeLink):
             self._serve()
         for caller in self._seating.waiting:
             text = "the job ended before this host had a part in it"
-            self._answer(caller, REFUSED, error=text, status=int(not self._seating.finished))
+            self._answer(caller, Kind.REFUSED, error=text, status=int(not self._seating.finished))
         _say("the job has ended")
 
     def _serve(self) -> None:
@@ -116,7 +114,7 @@ class _Service(NodeLink):
 
     def _hear(self, node: int, message: Message) -> None:
         kind = message["kind"]
-        if kind == JOIN:
+        if kind == Kind.JOIN:
             self._join(node, message)
         elif kind == Kind.LOST:
             self._leave(node)
@@ -133,7 +131,7 @@ class _Service(NodeLink):
             mine, theirs = message[what], self._agreed[what]
             if mine != theirs:
                 text = f"this one {mine}, those of {self._agreed['host']} and others {theirs}"
-                self._answer(caller, REFUSED, error=f"the launchers differ in {name}: {text}")
+                self._answer(caller, Kind.REFUSED, error=f"the launchers differ in {name}: {text}")
                 return
         if self._seating is None:
             least, most = map(int, message["nodes"].split(":"))
@@ -154,7 +152,7 @@ class _Service(NodeLink):
         facts = {**vars(seats), "left": self._left}
         size = max(self._seating.world_size, seats.first + seats.ranks)
         counts = {"nodes": len(self._seating.seated), "world_size": size, "begun": begun}
-        self._answer(caller, PLACED, **facts, **counts, port=self._store.port)
+        self._answer(caller, Kind.PLACED, **facts, **counts, port=self._store.port)
         self._send({"kind": Kind.JOINED, **facts}, but=caller)
         _say(f"node {seats.node} ({seats.host}) has come: {self.ranks_in_words(seats)}")
 
@@ -181,6 +179,6 @@ class _Service(NodeLink):
         assert self._seating is not None
         return sum(seats.ranks for seats in self._seating.active.values())
 
-    def _answer(self, caller: int, kind: str, **facts: Any) -> None:
+    def _answer(self, caller: int, kind: Kind, **facts: Any) -> None:
         with contextlib.suppress(KeyError, DistError):  # it has gone meanwhile
             self._send_to(caller, {"kind": kind, "node": SERVICE, **facts})

@@ -325,7 +325,7 @@ class Supervisor:
             link.tell(Kind.FINISHED)
         return link.awaits_others
 
-    def _tell_others(self, kind: str, **facts: object) -> None:
+    def _tell_others(self, kind: Kind, **facts: object) -> None:
         if self.around.link is not None:
             self.around.link.tell(kind, **facts)
 
