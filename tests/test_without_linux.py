@@ -86,3 +86,18 @@ def test_the_launcher_says_what_to_do() -> None:
     )
     assert "status 0" not in out
     assert "use torchrun, or ranks that are threads" in out
+
+
+def test_remote_calls_serve() -> None:
+    out = run_there(
+        """
+        from tilework import rpc
+        def program(rank):
+            rpc.init_rpc(f"w{rank}")
+            result = rpc.rpc_sync("w1", pow, args=(2, rank + 3))
+            rpc.shutdown()
+            return result
+        print(run_ranks(2, program))
+        """
+    )
+    assert out.strip() == "[8, 16]"

@@ -179,8 +179,13 @@ def _to_pretend(
 
 
 def _fault(report: PlanReport) -> str:
-    few = f"needs {bytes_text(report.worst.peak.bytes)}"
-    return few if not report.fits else str(report.mismatches[0]).partition("\n")[0]
+    if not report.fits:
+        return f"needs {bytes_text(report.worst.peak.bytes)}"
+    if report.mismatches:
+        return str(report.mismatches[0]).partition("\n")[0]
+    others = ((each.site, each.report) for each in report.branches if each.report is not None)
+    site, other = next((site, other) for site, other in others if not other.is_good)
+    return f"{_fault(other)} (on the other way at {site})"
 
 
 def _combinations(ranks: int, rows: int) -> Iterator[tuple[ModelPlan, int]]:

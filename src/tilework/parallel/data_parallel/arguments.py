@@ -60,7 +60,7 @@ def check_norm(name: str, inner: nn.Module) -> None:
     if isinstance(inner, nn.SyncBatchNorm) and not has_groups:
         raise TypeError(
             f"{name or 'the module'} is torch's SyncBatchNorm, which knows the groups of "
-            f"torch.distributed alone: each rank would normalise over its own rows. Call "
+            f"torch.distributed alone: no rank would see the rows of others. Call "
             f"tilework.parallel.SyncBatchNorm.convert_sync_batchnorm(model), which takes torch's "
             f"layers as well"
         )

@@ -15,6 +15,7 @@ from tilework.comm.backends.shm.shm_group import ShmGroup
 from tilework.store import PrefixStore
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
 
 
 def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, ShmGroup]:
@@ -59,4 +60,5 @@ def part_of(
 def host_identity(request: DistributedBackendOptions | None = None) -> str:
     """A string that is equal on ranks that may be able to share memory, and try to."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
+    network = _NETWORK.stat().st_ino if _NETWORK.exists() else 0
+    return f"{boot}/{network}/{getattr(os, 'geteuid', int)()}"

@@ -10,12 +10,12 @@ file appears as a whole or not at all. If no file can be written, each process m
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +27,9 @@ from typing import Any, Final
 from tilework import huge_pages
 from tilework.cores import Topology, affinity, host_topology, usable_cores
 from tilework.optional_core import core as _core
+
+if sys.platform != "win32":
+    import fcntl
 
 #: "0" or "off": measure and read nothing; use the core's defaults.
 CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
