@@ -33,15 +33,18 @@ nb::object call_with(nb::handle function, Args... args) {
 
 nb::handle type_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
-/// An attribute by name. Where the objects of the class that had it last keep it in a slot, or compute it
-/// in C, it is read there; else as Python reads it.
+/// An attribute by name. Where the objects of the class that had it last keep it in a slot or in their
+/// dict, or compute it in C, it is read there; else as Python reads it.
 class Attribute {
  public:
   explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
 
   nb::object of(nb::handle object) {
     if (Py_TYPE(object.ptr()) != type_) look_at(Py_TYPE(object.ptr()));
-    if (offset_ != 0) {
+    if (PyObject** const fields = is_field_ ? _PyObject_GetDictPtr(object.ptr()) : nullptr) {
+      PyObject* const value = *fields ? PyDict_GetItemWithError(*fields, name_) : nullptr;
+      if (value != nullptr || default_ != nullptr) return nb::borrow(value ? value : default_);
+    } else if (offset_ != 0) {
       char* const at = reinterpret_cast<char*>(object.ptr()) + offset_;
       if (PyObject* const value = *reinterpret_cast<PyObject**>(at)) return nb::borrow(value);
     } else if (getter_ != nullptr) {
@@ -50,8 +53,9 @@ class Attribute {
     return taken(PyObject_GetAttr(object.ptr(), name_));
   }
 
-  void set(nb::handle object, nb::handle value) {
-    if (PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0) throw nb::python_error();
+  /// Sets it in an object's dict.
+  void set(nb::handle fields, nb::handle value) {
+    if (PyDict_SetItem(fields.ptr(), name_, value.ptr()) < 0) throw nb::python_error();
   }
 
  private:
@@ -64,6 +68,8 @@ class Attribute {
     const bool has_getter = found && Py_IS_TYPE(found, &PyGetSetDescr_Type);
     offset_ = member && member->type == T_OBJECT_EX ? member->offset : 0;
     getter_ = has_getter ? reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset : nullptr;
+    is_field_ = !found || (!Py_TYPE(found)->tp_descr_get && !Py_TYPE(found)->tp_descr_set);
+    Py_XSETREF(default_, is_field_ ? Py_XNewRef(found) : nullptr);
     Py_XDECREF(found);
     Py_XSETREF(type_, reinterpret_cast<PyTypeObject*>(Py_NewRef(type)));  // keeps the address
   }
@@ -72,6 +78,9 @@ class Attribute {
   PyTypeObject* type_ = nullptr;
   Py_ssize_t offset_ = 0;
   const PyGetSetDef* getter_ = nullptr;
+  /// Is it in the object's dict, or else the class's?
+  bool is_field_ = false;
+  PyObject* default_ = nullptr;
 };
 
 /// Attributes, and torch's functions as they were at the first use; lives as long as the process.
@@ -80,15 +89,13 @@ struct Known {
   name { #name }
   Attribute TILEWORK_NAME(_view_of), TILEWORK_NAME(_local_tensor),
       TILEWORK_NAME(_made_without_grad), TILEWORK_NAME(_digest), TILEWORK_NAME(_spec),
-      TILEWORK_NAME(requires_grad), TILEWORK_NAME(is_cpu), TILEWORK_NAME(device),
-      TILEWORK_NAME(dtype), TILEWORK_NAME(size), TILEWORK_NAME(mesh), TILEWORK_NAME(op_shardings),
-      TILEWORK_NAME(digest), TILEWORK_NAME(as_is), TILEWORK_NAME(as_is_without_grad),
-      TILEWORK_NAME(output);
+      TILEWORK_NAME(requires_grad), TILEWORK_NAME(device), TILEWORK_NAME(dtype),
+      TILEWORK_NAME(size), TILEWORK_NAME(mesh), TILEWORK_NAME(op_shardings), TILEWORK_NAME(digest),
+      TILEWORK_NAME(as_is), TILEWORK_NAME(as_is_without_grad), TILEWORK_NAME(output);
 #undef TILEWORK_NAME
   nb::object torch = nb::module_::import_("torch"), tensor = torch.attr("Tensor");
   nb::object make = tensor.attr("_make_wrapper_subclass"), detach = tensor.attr("detach");
-  nb::object grad_enabled = torch.attr("is_grad_enabled"), cpu = torch.attr("device")("cpu");
-  nb::dict options_on_cpu;  // by dtype: what a tensor is made with that requires no gradient
+  nb::object grad_enabled = torch.attr("is_grad_enabled"), strided = torch.attr("strided");
 };
 
 Known& known() {
@@ -104,23 +111,16 @@ bool records_gradients() { return is_true(taken(PyObject_CallNoArgs(known().grad
 nb::object wrap(nb::handle kind, nb::handle local, nb::handle spec, nb::handle digest,
                 bool graded) {
   Known& name = known();
-  const nb::object dtype = name.dtype.of(local), leads = name.requires_grad.of(local);
-  const bool is_plain = !is_true(leads) && is_true(name.is_cpu.of(local));
-  PyObject* const given =
-      is_plain ? PyDict_GetItemWithError(name.options_on_cpu.ptr(), dtype.ptr()) : nullptr;
-  nb::dict options = given ? nb::borrow<nb::dict>(given) : nb::dict();
-  if (given == nullptr) {
-    options["dtype"] = dtype;
-    options["device"] = is_plain ? name.cpu : name.device.of(local);
-    options["requires_grad"] = leads;
-    if (is_plain) name.options_on_cpu[dtype] = options;
-  }
-  const nb::object args = nb::make_tuple(kind, name.size.of(spec));
-  nb::object tensor = taken(PyObject_Call(name.make.ptr(), args.ptr(), options.ptr()));
-  name._local_tensor.set(tensor, local);
-  name._spec.set(tensor, spec);
-  name._digest.set(tensor, digest);
-  if (!graded) name._made_without_grad.set(tensor, Py_True);
+  // By place, which is parsed faster than names: no strides, no offset, no memory format; not pinned.
+  const nb::object args = nb::make_tuple(
+      kind, name.size.of(spec), nb::none(), nb::none(), nb::none(), name.dtype.of(local),
+      name.strided, name.device.of(local), false, name.requires_grad.of(local));
+  nb::object tensor = taken(PyObject_Call(name.make.ptr(), args.ptr(), nullptr));
+  const nb::object fields = taken(PyObject_GenericGetDict(tensor.ptr(), nullptr));
+  name._local_tensor.set(fields, local);
+  name._spec.set(fields, spec);
+  name._digest.set(fields, digest);
+  if (!graded) name._made_without_grad.set(fields, Py_True);
   return tensor;
 }
 
@@ -179,7 +179,7 @@ struct OperatorCall::Reading {
   /// The first DTensor's layout, and the shardings of calls that its mesh has cached.
   nb::object spec, shardings;
   /// As is: each tensor is a DTensor, and an argument by itself.
-  bool as_is = true, graded = false, requires_grad = false;
+  bool as_is = true, graded = false;
   /// False if its DTensors may be on several meshes.
   bool one_mesh = true;
 };
@@ -199,10 +199,8 @@ bool OperatorCall::read_dtensor(Reading& reading, PyObject* arg, bool by_itself)
   Known& name = known();
   if (!name._view_of.of(arg).is_none()) call_with(refresh, arg);
   nb::object local = name._local_tensor.of(arg);
-  if (by_itself && reading.graded) {
-    if (is_true(name._made_without_grad.of(arg))) local = call_with(local_of, arg);
-    if (!reading.requires_grad) reading.requires_grad = is_true(name.requires_grad.of(local));
-  }
+  if (by_itself && reading.graded && is_true(name._made_without_grad.of(arg)))
+    local = call_with(local_of, arg);
   append(reading.tensors, arg);
   nb::object digest = name._digest.of(arg);
   append(reading.seeds, digest.is_none() ? call_with(digest_of, arg) : digest);
@@ -331,15 +329,23 @@ nb::object OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
   if (sharding.is_none() && names_read && PyDict_GET_SIZE(kwargs) > 0)
     return call_with(call, func, args, kwargs);
   const auto truth = [](bool value) { return value ? Py_True : Py_False; };
+  const auto records = [&] {  // a gradient of a DTensor
+    if (!reading.graded) return false;
+    for (size_t i = 0; i < reading.locals.size(); ++i)
+      if (type_of(PyTuple_GET_ITEM(args, i)).is(dtensor) &&
+          is_true(name.requires_grad.of(reading.locals[i])))
+        return true;
+    return false;
+  };
   if (sharding.is_none())
     return call_with(from_key, func, args, kwargs, list_of(reading.key).ptr(),
                      list_of(reading.tensors).ptr(), list_of(reading.locals).ptr(),
                      list_of(reading.seeds).ptr(), truth(reading.as_is), truth(reading.graded),
-                     truth(reading.requires_grad));
+                     truth(records()));
   const nb::object digest = digest_of_call(reading, sharding), output = name.output.of(sharding);
   const bool is_as_is = is_true(name.as_is.of(sharding));
   const bool fits = is_as_is || is_true(name.as_is_without_grad.of(sharding));
-  const bool with_aliases = !is_as_is && reading.graded && reading.requires_grad;
+  const bool with_aliases = !is_as_is && fits && records();
   if (!reading.as_is || !fits || (with_aliases && output.is_none()))
     return call_with(from_sharding, sharding.ptr(), func, args, kwargs,
                      list_of(reading.tensors).ptr(), name.mesh.of(reading.spec).ptr(),
