@@ -91,10 +91,13 @@ struct Known {
       TILEWORK_NAME(_made_without_grad), TILEWORK_NAME(_digest), TILEWORK_NAME(_spec),
       TILEWORK_NAME(requires_grad), TILEWORK_NAME(device), TILEWORK_NAME(dtype),
       TILEWORK_NAME(size), TILEWORK_NAME(mesh), TILEWORK_NAME(op_shardings), TILEWORK_NAME(digest),
-      TILEWORK_NAME(as_is), TILEWORK_NAME(as_is_without_grad), TILEWORK_NAME(output);
+      TILEWORK_NAME(as_is), TILEWORK_NAME(as_is_without_grad), TILEWORK_NAME(output),
+      TILEWORK_NAME(inputs), TILEWORK_NAME(watchers), TILEWORK_NAME(_grads), TILEWORK_NAME(aliases),
+      TILEWORK_NAME(grad_fn);
 #undef TILEWORK_NAME
   nb::object torch = nb::module_::import_("torch"), tensor = torch.attr("Tensor");
   nb::object make = tensor.attr("_make_wrapper_subclass"), detach = tensor.attr("detach");
+  nb::object data_ptr = tensor.attr("data_ptr");
   nb::object grad_enabled = torch.attr("is_grad_enabled"), strided = torch.attr("strided");
 };
 
@@ -191,7 +194,7 @@ OperatorCall::OperatorCall(const nb::object& python, bool values_matter)
       TILEWORK_FIELD(number_seed), TILEWORK_FIELD(refresh), TILEWORK_FIELD(local_of),
       TILEWORK_FIELD(digest_of), TILEWORK_FIELD(add_to_key), TILEWORK_FIELD(call),
       TILEWORK_FIELD(from_key), TILEWORK_FIELD(from_sharding), TILEWORK_FIELD(from_result),
-      TILEWORK_FIELD(take);
+      TILEWORK_FIELD(take), TILEWORK_FIELD(causes);
 #undef TILEWORK_FIELD
 }
 
@@ -307,6 +310,38 @@ nb::object OperatorCall::digest_of_call(Reading& reading, nb::handle sharding) {
   return taken(PyLong_FromSsize_t(hash));
 }
 
+nb::object OperatorCall::known_alias(PyObject* tensor, nb::handle local, PyObject* axes) {
+  Known& name = known();
+  const nb::object record = name._grads.of(tensor);
+  if (record.is_none()) return nb::object();
+  const nb::object aliases = name.aliases.of(record);
+  const nb::object alias = nb::borrow(PyDict_GetItemWithError(aliases.ptr(), axes));
+  if (!alias.is_valid() || PyTuple_GET_ITEM(alias.ptr(), 1) != local.ptr() ||
+      PyTuple_GET_ITEM(alias.ptr(), 2) != name.grad_fn.of(local).ptr())
+    return nb::object();
+  const nb::object found = nb::borrow(PyTuple_GET_ITEM(alias.ptr(), 0));
+  const nb::object address = call_with(name.data_ptr, local.ptr());
+  const bool is_same = is_true(address) && address.equal(call_with(name.data_ptr, found.ptr()));
+  return is_same ? found : nb::object();
+}
+
+bool OperatorCall::take_known(Reading& reading, PyObject* args, nb::handle sharding) {
+  Known& name = known();
+  if (is_true(name.watchers.of(causes))) return false;
+  const nb::object inputs = name.inputs.of(sharding);
+  Py_ssize_t next = 0;
+  for (size_t i = 0; i < reading.locals.size(); ++i) {
+    nb::object& local = reading.locals[i];
+    PyObject* const arg = PyTuple_GET_ITEM(args, i);
+    if (!type_of(arg).is(dtensor)) continue;
+    PyObject* const layout = PySequence_Fast_GET_ITEM(inputs.ptr(), next++);
+    if (layout == Py_None || !is_true(name.requires_grad.of(local))) continue;
+    local = known_alias(arg, local, PyTuple_GET_ITEM(layout, 1));
+    if (!local.is_valid()) return false;
+  }
+  return true;
+}
+
 nb::object OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
   static PyObject* const out = PyUnicode_InternFromString("out");
   Known& name = known();
@@ -350,7 +385,7 @@ nb::object OperatorCall::run(PyObject* func, PyObject* args, PyObject* kwargs) {
     return call_with(from_sharding, sharding.ptr(), func, args, kwargs,
                      list_of(reading.tensors).ptr(), name.mesh.of(reading.spec).ptr(),
                      digest.ptr());
-  if (with_aliases) {  // whose gradients are partial
+  if (with_aliases && !take_known(reading, args, sharding)) {
     const nb::list inputs(call_with(take, sharding.ptr(), list_of(reading.tensors).ptr(),
                                     name.mesh.of(reading.spec).ptr()));
     size_t next = 0;

@@ -32,6 +32,11 @@ class OperatorCall {
   bool read_named(Reading& reading, PyObject* kwargs);
   nb::object find_sharding(Reading& reading);
   nb::object digest_of_call(Reading& reading, nb::handle sharding);
+  /// A local tensor's alias, whose gradient is partial along these axes, as in autograd/partial_grads.py;
+  /// no object if it is to be made.
+  nb::object known_alias(PyObject* tensor, nb::handle local, PyObject* axes);
+  /// True if aliases have taken the place of all local tensors that need one; else of some.
+  bool take_known(Reading& reading, PyObject* args, nb::handle sharding);
 
   // Python's objects. The types, and what a key and a digest have in the place of some values.
   nb::object dtensor, size, sequence_end, number_seed;
@@ -40,6 +45,7 @@ class OperatorCall {
   // Where a call goes on that leaves the fast path: as a whole; from its key, from its sharding or
   // from the local result. And what gives the local tensors, if their gradients are partial.
   nb::object call, from_key, from_sharding, from_result, take;
+  nb::object causes;  // the module, whose watchers want to know of all calls
   bool values_matter_;
 };
 

@@ -161,7 +161,8 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
         known = Alias(
             alias_local(local, spec.as_partial(axes), spec, of, owner), local, local.grad_fn
         )
-        aliases[axes] = known
+        if not local.is_inference():  # of which each operator takes a copy
+            aliases[axes] = known
     return known.tensor
 
 

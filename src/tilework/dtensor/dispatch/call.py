@@ -27,6 +27,7 @@ from torch import Tensor
 from tilework.comm import provenance_digest
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.base import HANDLERS, wrap_as
+from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch import tensor_attributes
 from tilework.dtensor.dispatch.checked_writes import check_writable, check_write
 from tilework.dtensor.dispatch.results import call_with_out, came_from, write_to_plain
@@ -252,6 +253,7 @@ _FOR_THE_CORE = {
     "local_of": local_graph.local_of,
     "digest_of": digest_of,
     "add_to_key": add_to_key,
+    "causes": causes,
 }
 #: Operators that write without reading what was there before.
 _OVERWRITE = frozenset({
