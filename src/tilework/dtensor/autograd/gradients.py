@@ -373,7 +373,7 @@ def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor,
             of = Moved(digest_of(tensor))
             grad = alias_local(grad, spec.dual.as_partial(spec.partial_axes), spec.dual, of)
         return local, grad
-    if tensor.numel() != 1:
+    if spec.size.numel() != 1:
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs: this tensor has shape "
             f"{list(tensor.shape)}, so pass its gradient"
