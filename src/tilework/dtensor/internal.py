@@ -37,4 +37,4 @@ from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import empty_local, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
 from tilework.dtensor.tracing import NOT_TRACED
-from tilework.dtensor.views.places import is_shown_elsewhere
+from tilework.dtensor.views.places import is_shared, is_shown_elsewhere

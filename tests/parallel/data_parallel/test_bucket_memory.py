@@ -1,4 +1,4 @@
-"""Gradients lie in the bucket, once; what the program holds from before is not written again."""
+"""Large gradients are averaged where they lie, unless they share memory; others in the bucket."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 import tilework.distributed as dist
 from tests.parallel.data_parallel.models import mse, seeded, train
 from tilework.parallel import DistributedDataParallel
-from tilework.parallel.data_parallel.bucket_memory import MOVED_BYTES, BucketMemory
+from tilework.parallel.data_parallel.bucket_memory import ALONE_BYTES, BucketMemory
 from tilework.testing import run_ranks
 
-SIDE = 80
-assert SIDE * SIDE * 4 > MOVED_BYTES
+SIDE = 260
+assert SIDE * SIDE * 4 > ALONE_BYTES
 
 
 def wide() -> nn.Module:
     """A module with large parameters and small ones."""
-    return seeded(lambda: nn.Sequential(nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 8)))
+    return seeded(lambda: nn.Sequential(nn.Linear(8, 9000), nn.Tanh(), nn.Linear(9000, 8)))
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
@@ -46,9 +46,13 @@ def give(*parameters: Tensor) -> None:
 
 def one_pass(made: BucketMemory, factor: float = 2.0) -> None:
     """Fill a bucket as a pass does, multiply it in place of a reduction, and hand it out."""
-    made.move(0)
+    made.open()
+    for place, moved in enumerate(made.moves):
+        if moved:
+            made.move(place)
     made.fill()
-    made.flat.mul_(factor)
+    for part in made.parts:
+        part.mul_(factor)
     made.hand_out()
 
 
@@ -56,100 +60,84 @@ def alone(program: Any) -> None:
     run_ranks(1, lambda rank: program())
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_a_large_gradient_lies_in_the_bucket(view: bool) -> None:
+def test_with_views_gradients_lie_in_the_bucket() -> None:
     def program() -> None:
-        made, large, small = memory(view)
-        made.open()
+        made, large, small = memory(view=True)
         give(large, small)
         one_pass(made)
-        assert large.grad is not None
-        assert small.grad is not None
-        assert large.grad.data_ptr() == made.flat.data_ptr()
-        assert (small.grad is made.views[1]) == view
-        assert large.grad.eq(2).all()
-        assert small.grad.eq(2).all()
+        assert large.grad is made.views[0]
+        assert small.grad is made.views[1]
+        assert made.flat.eq(2).all()
 
     alone(program)
 
 
-def test_a_gradient_that_is_kept_is_not_written_again() -> None:
+def test_a_large_gradient_is_averaged_where_it_lies() -> None:
     def program() -> None:
         made, large, small = memory()
-        made.open()
         give(large, small)
+        own = large.grad, small.grad
         one_pass(made)
-        kept = large.grad
-        assert kept is not None
-        large.grad = None  # as zero_grad() does
-        made.open()
-        give(large, small)
-        one_pass(made, 5.0)
-        assert kept.eq(2).all()
-        assert large.grad is not None
-        assert large.grad.eq(5).all()
+        assert (large.grad, small.grad) == own
+        assert made.flat.numel() == small.numel()
+        assert all(grad is not None and grad.eq(2).all() for grad in own)
 
     alone(program)
 
 
-def test_memory_is_used_again_once_gradients_are_gone() -> None:
+def test_gradients_in_the_same_memory_are_averaged_apart() -> None:
     def program() -> None:
-        made, large, small = memory()
-        places = set()
-        for _ in range(3):
-            made.open()
-            give(large, small)
-            one_pass(made)
-            places.add(made.flat.data_ptr())
-            large.grad = None
-        assert len(places) == 1
+        first, second = nn.Parameter(torch.zeros(SIDE, SIDE)), nn.Parameter(torch.zeros(SIDE, SIDE))
+        made = BucketMemory([first, second], torch.float32, dist.get_default_group(), False)
+        (first.view(-1) + second.view(-1)).exp().sum().backward()  # type: ignore[no-untyped-call]
+        assert first.grad is not None
+        assert second.grad is not None
+        assert first.grad.data_ptr() == second.grad.data_ptr()
+        one_pass(made)
+        assert first.grad.eq(2).all()
+        assert second.grad.eq(2).all()
 
     alone(program)
 
 
-def test_gradients_that_accumulate_stay_where_they_are() -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_may_lie_otherwise_than_the_parameter(layout: torch.memory_format) -> None:
     def program() -> None:
-        made, large, small = memory()
-        made.open()
-        give(large, small)
+        large = nn.Parameter(torch.zeros(64, 32, 8, 8))
+        made = BucketMemory([large], torch.float32, dist.get_default_group(), False)
+        values = torch.arange(large.numel(), dtype=torch.float32).view(large.shape)
+        large.grad = values.clone(memory_format=layout)
         one_pass(made)
-        kept = large.grad
-        assert kept is not None
-        made.open()
-        kept += 1
-        one_pass(made)
-        assert large.grad is kept
-        assert kept.eq(6).all()  # 2 (2 + 1)
+        assert torch.equal(large.grad, 2 * values)
 
     alone(program)
 
 
-def test_gradients_of_the_program_keep_their_memory() -> None:
+@pytest.mark.parametrize("used", [False, True])
+def test_a_gradient_of_before_is_written_only_if_some_rank_has_a_new_one(used: bool) -> None:
     def program() -> None:
         made, large, small = memory()
         give(large, small)
-        own = large.grad
-        made.open()
-        one_pass(made)
-        assert large.grad is own
-        assert own is not None
-        assert own.eq(2).all()
-
-    alone(program)
-
-
-def test_missing_gradients_are_taken_out_of_the_bucket() -> None:
-    def program() -> None:
-        made, large, small = memory()
-        made.open()
-        give(large, small)
-        one_pass(made)
         made.open()
         made.fill(missing=[0])
-        made.flat.mul_(3.0)
-        made.hand_out([False, True])
+        for part in made.parts:
+            part.mul_(3.0)
+        made.hand_out([used, True])
         assert large.grad is not None
-        assert large.grad.eq(2).all()
+        assert large.grad.eq(3 if used else 1).all()
+
+    alone(program)
+
+
+def test_all_gradients_lie_in_the_bucket_for_a_hook() -> None:
+    def program() -> None:
+        made, large, small = memory()
+        give(large, small)
+        made.open(whole=True)
+        made.fill()
+        assert made.flat.eq(1).all()
+        assert made.views[0].shape == large.shape
+        assert [part is made.flat for part in made.parts] == [True]
 
     alone(program)
 

@@ -35,7 +35,12 @@ def number_of(node: Any) -> int:
 
 def is_shown_elsewhere(tensor: DTensorBase) -> bool:
     """True if another tensor shares the memory of a tensor's local tensor. Local."""
-    storage: Any = tensor._local_tensor.untyped_storage()
+    return is_shared(tensor._local_tensor)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """True if another tensor shares the memory of a plain tensor. Local."""
+    storage: Any = tensor.untyped_storage()
     return not storage.nbytes() or _storage_holders(storage._cdata) > _ALONE
 
 

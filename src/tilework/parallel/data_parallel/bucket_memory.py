@@ -1,33 +1,33 @@
-"""The memory of a bucket: gradients one after the other, in the segment where peers read them.
+"""The memory of a bucket's gradients while ranks average them.
 
-A gradient gets there in one of two ways. A *moved* gradient is copied while backward still has it
-in the caches, and the copy becomes the parameter's gradient: it lies in the bucket, is averaged in
-place, and has no second copy. The other gradients, small or kept by the program, are copied in
-before the reduction and copied back after it.
+A large gradient is averaged where it lies, by a message of its own: a byte moves less often than
+with a copy into a common buffer, and no second copy is held. This needs memory that no other tensor
+shows, since gradients may share memory with each other. All other gradients are copied into one
+flat tensor, in the segment where peers read them, and back after the reduction.
 
-Without ``gradient_as_bucket_view``, a moved gradient is a separate tensor that keeps the bucket's
-memory alive: as long as the program holds a gradient from an earlier pass, that memory is not
-written again.
+A communication hook gets all gradients in the flat tensor. With ``gradient_as_bucket_view`` views
+of the flat tensor become the gradients; large ones are copied while backward still has them in the
+caches.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections.abc import Collection, Sequence
-from itertools import accumulate
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.per_call.internal import address_of
+from tilework.comm.per_call.internal import current_recorder
+from tilework.dtensor.internal import is_shared
 from tilework.parallel.data_parallel.buckets import element_count
-from tilework.parallel.data_parallel.leaves import grad_dtype_of, grad_view
+from tilework.parallel.data_parallel.leaves import grad_dtype_of, grad_view, lies_as
 
-#: Gradients from this size on are moved singly; a smaller copy costs less than the call.
+#: Gradients from this size on are averaged alone: a message costs less than two copies.
+ALONE_BYTES = 256 << 10
+#: Views from this size on are written singly; a smaller copy costs less than the call.
 MOVED_BYTES = 16 << 10
 
 
@@ -36,7 +36,10 @@ _grad = attrgetter("grad")
 
 
 class _Memory(NamedTuple):
-    """The memory, with views and their addresses: one value, which a captured call leaves whole."""
+    """The memory, with views and their addresses: one value, which a captured call leaves whole.
+
+    The view of a gradient that is averaged alone has no elements.
+    """
 
     flat: Tensor
     views: list[Tensor]
@@ -52,26 +55,28 @@ class BucketMemory:
         self.tensors, self.dtype = list(tensors), dtype
         self._group, self._keeps_views = group, keeps_views
         self._sizes = [element_count(tensor) for tensor in tensors]
-        self._offsets = [0, *accumulate(self._sizes)]
-        self.nbytes = self._offsets[-1] * dtype.itemsize
-        on_cpu = tensors[0].device.type == "cpu"
+        self.nbytes = sum(self._sizes) * dtype.itemsize
         as_they_are = all(grad_dtype_of(tensor) == dtype for tensor in tensors)
         #: Gradients that stay in the bucket after the pass.
         self._stays = as_they_are and keeps_views
         #: By place, True for gradients that are moved one by one.
-        self.moves = [
-            as_they_are and (on_cpu or keeps_views) and size * dtype.itemsize >= MOVED_BYTES
-            for size in self._sizes
+        self.moves = [self._stays and size * dtype.itemsize >= MOVED_BYTES for size in self._sizes]
+        may_be_alone = as_they_are and not keeps_views and tensors[0].device.type == "cpu"
+        self._large = [
+            place
+            for place, size in enumerate(self._sizes)
+            if may_be_alone and size * dtype.itemsize >= ALONE_BYTES
         ]
-        self._large = [place for place, moved in enumerate(self.moves) if moved]
-        self._leases: list[weakref.ref[Any] | None] = [None] * len(tensors)
-        #: Moved gradients that the program made before the pass: they are copied back.
-        self._outside: set[int] = set()
+        #: The places that are averaged alone in this pass, if their memory allows it.
+        self._alone: list[int] = []
         self._memory: _Memory | None = None
+        #: In a pass: what ranks average, and by place a tensor in the gradient's shape.
+        self.parts: list[Tensor] = []
+        self._averages: list[Tensor] = []
 
     @property
     def flat(self) -> Tensor:
-        """All gradients, one after the other."""
+        """The gradients that are not averaged alone, one after the other."""
         return (self._memory or self._allocate()).flat
 
     @property
@@ -80,117 +85,103 @@ class BucketMemory:
         return (self._memory or self._allocate()).views
 
     def _allocate(self) -> _Memory:
-        first = self.tensors[0]
+        first, sizes = self.tensors[0], list(self._sizes)
+        for place in self._alone:
+            sizes[place] = 0
         if first.device.type == "cpu":
-            flat = self._group.empty(self._offsets[-1], dtype=self.dtype)
+            flat = self._group.empty(sum(sizes), dtype=self.dtype)
         else:
-            flat = first.new_empty(self._offsets[-1], dtype=self.dtype)
+            flat = first.new_empty(sum(sizes), dtype=self.dtype)
         with torch.no_grad():
-            ranges = torch.split(flat, self._sizes)
-            views = [grad_view(r, t) for r, t in zip(ranges, self.tensors, strict=True)]
+            ranges, alone = torch.split(flat, sizes), set(self._alone)
+            views = [
+                part if place in alone else grad_view(part, self.tensors[place])
+                for place, part in enumerate(ranges)
+            ]
         self._memory = _Memory(flat, views, list(map(Tensor.data_ptr, views)))
-        self._leases = [None] * len(self.tensors)
         return self._memory
 
     def discard(self) -> None:
         """Let go of the memory: gradients or a reduction keep it; the next use allocates."""
         self._memory = None
+        self.parts, self._averages = [], []
 
-    def open(self) -> None:
-        """Let go of memory that holds gradients of an earlier pass. Local."""
+    def open(self, whole: bool = False) -> None:
+        """Prepare for a pass; ``whole``: all gradients are to lie in the flat tensor. Local."""
         if self._keeps_views:
             known = self._memory
             if known and known.addresses != list(map(Tensor.data_ptr, known.views)):
                 self.discard()  # a cast of the module gave the gradients, our views, other data
-            return
-        if not self._large:
-            return
-        self._outside.clear()
-        held = False
-        for place in self._large:
-            grad = self.tensors[place].grad
-            if grad is None:
-                lease = self._leases[place]
-                held = held or (lease is not None and lease() is not None)
-            elif not self._is_inside(place, grad):
-                self._outside.add(place)
-        if held:
-            inside = [p for p in self._large if self.tensors[p].grad is not None]
-            self._outside.update(inside)
-            self.discard()
-
-    def _is_inside(self, place: int, grad: Tensor) -> bool:
-        """True if ``grad`` already lies in the bucket's memory, at ``place``."""
-        _, views, addresses = self._memory or self._allocate()
-        if grad.layout is not _STRIDED or grad.data_ptr() != addresses[place]:
-            return False
-        view = views[place]
-        at_place = not view.is_meta or address_of(grad) == address_of(view)
-        return at_place and grad.stride() == view.stride()
+        elif self._large:
+            alone = [] if whole or current_recorder() is not None else self._large
+            if alone != self._alone:
+                self._alone = alone
+                self.discard()
 
     def move(self, place: int) -> None:
         """Copy a gradient of this pass into the bucket, and make the copy the gradient. Local."""
-        tensor = self.tensors[place]
+        tensor, view = self.tensors[place], self.views[place]
         grad = tensor.grad
-        if grad is None or place in self._outside or grad.requires_grad or grad.is_sparse:
+        if grad is None or grad is view or grad.requires_grad or grad.is_sparse:
             return
-        if self._is_inside(place, grad):
-            return
-        part = self._part(place)
-        part.copy_(grad)
-        tensor.grad = part
-
-    def _part(self, place: int) -> Tensor:
-        """A tensor on the part of one gradient: a view, or a tensor that keeps the memory alive."""
-        flat, views, addresses = self._memory or self._allocate()
-        view = views[place]
-        if self._keeps_views or view.is_meta:
-            return view
-        memory: Any = (ctypes.c_char * view.nbytes).from_address(addresses[place])
-        memory.owner = flat
-        self._leases[place] = weakref.ref(memory)
-        part = torch.frombuffer(memory, dtype=self.dtype)
-        return part.as_strided_(view.shape, view.stride())
+        view.copy_(grad)
+        tensor.grad = view
 
     @torch.no_grad()
     def fill(self, missing: Collection[int] = ()) -> list[int]:
         """Copy in gradients that lie elsewhere, and zeros for absent ones, which are returned."""
         views = self.views
-        for place in missing:
-            grad = self.tensors[place].grad
-            if grad is not None and self._is_inside(place, grad):
-                self.tensors[place].grad = grad.clone()
-        sources, targets, absent, moves = [], [], [], self.moves
-        for place, (grad, view) in enumerate(zip(map(_grad, self.tensors), views, strict=True)):
+        if self._keeps_views:
+            for place in missing:
+                grad = self.tensors[place].grad
+                if grad is not None and grad.data_ptr() == views[place].data_ptr():
+                    self.tensors[place].grad = grad.clone()
+        grads = list(map(_grad, self.tensors))
+        flat = self.flat
+        self.parts = [flat] if flat.numel() else []
+        if self._alone:
+            views = list(views)
+            for place in self._alone:
+                part, views[place] = self._by_itself(place, grads[place], place in missing)
+                self.parts.append(part)
+        self._averages = views
+        sources, targets, absent = [], [], []
+        for place, (grad, view) in enumerate(zip(grads, views, strict=True)):
             if grad is None:
                 view.zero_()
                 absent.append(place)
-            elif grad is not view and not (moves[place] and self._is_inside(place, grad)):
+            elif grad is not view:
                 sources.append(grad.to_dense() if grad.is_sparse else grad)
                 targets.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
         return absent
 
+    def _by_itself(self, place: int, grad: Tensor | None, missing: bool) -> tuple[Tensor, Tensor]:
+        """Memory that is averaged alone, flat and in the gradient's shape: the gradient's own if no
+        other tensor shows it, and the gradient is of this pass.
+        """
+        tensor, numel = self.tensors[place], self._sizes[place]
+        if grad is not None and not missing and lies_as(tensor, grad) and not is_shared(grad):
+            return grad.as_strided((numel,), (1,)), grad
+        part = torch.empty(numel, dtype=self.dtype)
+        return part, grad_view(part, tensor)
+
     def hand_out(self, used: Sequence[bool] | None = None) -> None:
         """Make the averages the gradients, unless ``used`` is False at a place. Local."""
-        targets, sources, stays, moves = [], [], self._stays, self.moves
+        targets, sources, stays = [], [], self._stays
         grads = map(_grad, self.tensors)
-        for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
-            if used is not None and not used[place]:
+        for place, (grad, average) in enumerate(zip(grads, self._averages, strict=True)):
+            if grad is average or (used is not None and not used[place]):
                 continue
-            if stays:
-                if grad is not view:  # a tensor may have been cast since forward
-                    self.tensors[place].grad = view.to(grad_dtype_of(self.tensors[place]))
+            if stays:  # a tensor may have been cast since forward
+                self.tensors[place].grad = average.to(grad_dtype_of(self.tensors[place]))
             elif grad is None or grad.layout is not _STRIDED:
-                self.tensors[place].grad = self._new_grad(place)
-            elif not (moves[place] and self._is_inside(place, grad)):
+                dtype = grad_dtype_of(self.tensors[place])
+                self.tensors[place].grad = average.to(dtype, copy=True)
+            else:
                 targets.append(grad)
-                sources.append(view)
+                sources.append(average)
         if targets:
             torch._foreach_copy_(targets, sources)
-
-    def _new_grad(self, place: int) -> Tensor:
-        if self.moves[place]:
-            return self._part(place)
-        return self.views[place].to(grad_dtype_of(self.tensors[place]), copy=True)
+        self.parts, self._averages = [], []

@@ -99,6 +99,15 @@ def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
     return flat.as_strided(leaf.shape, leaf.stride())
 
 
+def lies_as(leaf: Tensor, grad: Tensor) -> bool:
+    """True if a gradient's elements lie in one range, in the order of :func:`grad_view`."""
+    if grad.layout is not torch.strided or grad.requires_grad:
+        return False
+    if leaf.is_contiguous() or not _is_dense(leaf):
+        return grad.is_contiguous()
+    return grad.stride() == leaf.stride()
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """True if the elements fill one range of memory without overlap."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

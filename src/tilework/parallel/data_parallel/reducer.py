@@ -66,9 +66,8 @@ class _Bucket:
     members: tuple[int, ...]
     #: None for a sparse gradient, and on the meta device.
     memory: BucketMemory | None
-    #: The reduction in the current pass, or the future of a communication hook. None: the reduction
-    #: has not started, was done at once, or is of a sparse gradient.
-    work: Work | torch.futures.Future[Any] | None = None
+    #: The reductions that run in the current pass, or the future of a communication hook.
+    works: list[Any] = field(default_factory=list)
     #: A new object for each pass: the report of the last pass keeps the objects.
     times: BucketTimes = field(default_factory=BucketTimes)
 
@@ -220,7 +219,7 @@ class Reducer:
         self._missing: list[int] = []
         self._next = 0
         for bucket in self.buckets:
-            bucket.work = None
+            bucket.works = []
             bucket.times = BucketTimes()
 
     def expect(self, unused: set[int] | None) -> None:
@@ -281,7 +280,7 @@ class Reducer:
     def _open_memories(self) -> None:
         for bucket in self.buckets:
             if bucket.memory is not None:
-                bucket.memory.open()
+                bucket.memory.open(whole=self.hook is not None)
 
     def _will_accumulate(self) -> bool:
         """True if the backward pass that runs adds to the gradient of at least one parameter."""
@@ -402,19 +401,21 @@ class Reducer:
         is_last = bucket.index == len(self.buckets) - 1
         at_once = is_last or self._at_once
         if self.hook is None:
-            bucket.work = self._average(memory.flat, async_op=not at_once)
+            works = [self._average(part, async_op=not at_once) for part in memory.parts]
+            bucket.works = [work for work in works if work is not None]
             if at_once:
                 bucket.times.reduced = time.perf_counter()
                 self._clock.blocked += bucket.times.reduced - bucket.times.started
             return
         state, hook = self.hook
         grads = GradBucket(bucket.index, memory.flat, memory.views, memory.tensors, is_last)
-        bucket.work = hook(state, grads)
-        if not isinstance(bucket.work, _AnyFuture):
+        future = hook(state, grads)
+        if not isinstance(future, _AnyFuture):
             raise TypeError(
                 f"a communication hook returns a torch.futures.Future of the reduced buffer, got "
-                f"{type(bucket.work).__name__} from {getattr(hook, '__qualname__', hook)}"
+                f"{type(future).__name__} from {getattr(hook, '__qualname__', hook)}"
             )
+        bucket.works = [future]
 
     def _average(self, flat: Tensor, async_op: bool) -> Work | None:
         divisor = self._divisor()
@@ -508,8 +509,11 @@ class Reducer:
         raise RuntimeError(say(dict(zip(self.active.global_ranks, names, strict=True))))
 
     def _wait(self, bucket: _Bucket) -> None:
-        if isinstance(bucket.work, _AnyFuture):
-            value = bucket.work.wait()
+        if not bucket.works:
+            return  # reduced at once
+        for work in bucket.works:
+            value = work.wait()
+        if self.hook is not None:
             result = value[0] if isinstance(value, list | tuple) else value
             assert bucket.memory is not None
             flat = bucket.memory.flat
@@ -520,10 +524,6 @@ class Reducer:
                 )
             if address_of(result) != address_of(flat):
                 flat.copy_(result.reshape(flat.shape))
-        elif bucket.work is not None:
-            bucket.work.wait()
-        elif bucket.memory is not None:
-            return  # reduced at once
         bucket.times.reduced = time.perf_counter()
 
     def _reduce_sparse(self, bucket: _Bucket) -> None:
