@@ -6,8 +6,7 @@ shows, since gradients may share memory with each other. All other gradients are
 flat tensor, in the segment where peers read them, and back after the reduction.
 
 A communication hook gets all gradients in the flat tensor. With ``gradient_as_bucket_view`` views
-of the flat tensor become the gradients; large ones are copied while backward still has them in the
-caches.
+of the flat tensor become the gradients, and are not copied back.
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ from tilework.parallel.data_parallel.leaves import grad_dtype_of, grad_view, lie
 
 #: Gradients from this size on are averaged alone: a message costs less than two copies.
 ALONE_BYTES = 256 << 10
-#: Views from this size on are written singly; a smaller copy costs less than the call.
-MOVED_BYTES = 16 << 10
-
-
 _STRIDED = torch.strided
 _grad = attrgetter("grad")
 
@@ -59,9 +54,7 @@ class BucketMemory:
         as_they_are = all(grad_dtype_of(tensor) == dtype for tensor in tensors)
         #: Gradients that stay in the bucket after the pass.
         self._stays = as_they_are and keeps_views
-        #: By place, True for gradients that are moved one by one.
-        self.moves = [self._stays and size * dtype.itemsize >= MOVED_BYTES for size in self._sizes]
-        may_be_alone = as_they_are and not keeps_views and tensors[0].device.type == "cpu"
+        may_be_alone = as_they_are and tensors[0].device.type == "cpu"
         self._large = [
             place
             for place, size in enumerate(self._sizes)
@@ -112,20 +105,11 @@ class BucketMemory:
             known = self._memory
             if known and known.addresses != list(map(Tensor.data_ptr, known.views)):
                 self.discard()  # a cast of the module gave the gradients, our views, other data
-        elif self._large:
+        if self._large:
             alone = [] if whole or current_recorder() is not None else self._large
             if alone != self._alone:
                 self._alone = alone
                 self.discard()
-
-    def move(self, place: int) -> None:
-        """Copy a gradient of this pass into the bucket, and make the copy the gradient. Local."""
-        tensor, view = self.tensors[place], self.views[place]
-        grad = tensor.grad
-        if grad is None or grad is view or grad.requires_grad or grad.is_sparse:
-            return
-        view.copy_(grad)
-        tensor.grad = view
 
     @torch.no_grad()
     def fill(self, missing: Collection[int] = ()) -> list[int]:

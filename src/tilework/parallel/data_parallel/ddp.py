@@ -147,7 +147,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         bucket_cap_mb: The size of a bucket in MiB; None: 25. The first has at most 1 MiB.
         find_unused_parameters: Outputs need not depend on all parameters. The graph is searched
             after each forward pass, so that buckets with unused parameters are reduced early.
-        gradient_as_bucket_view: Gradients are views of the buckets, which saves their memory.
+        gradient_as_bucket_view: Gradients are views of the buckets, which saves memory; not those
+            of 256 KiB or more on CPUs, which are averaged where they lie, unless a hook is there.
         static_graph: Every step uses the same parameters, equally often. Then reentrant checkpoints
             may run a module several times, and unused parameters need no search.
         delay_all_reduce_named_params: (name, parameter) pairs that are averaged together, outside
@@ -352,11 +353,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         return torch.func.functional_call(self.module, parameters, inputs, kwargs)
 
     def _after_forward(self, outputs: Any, inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
             return outputs
-        # The current reducer begins, even if forward used an older one.
-        if not self.require_backward_grad_sync:
-            return call_before_backward(outputs, lambda: self.reducer.begin_accumulating(), inputs)
         self._forward_count += 1
         unused = None
         if self.find_unused_parameters and not self.static_graph:
@@ -364,6 +362,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             leaves = enumerate(self.reducer.leaves)
             unused = {at for at, leaf in leaves if id(leaf.tensor) not in reached}
         self.reducer.expect(unused)
+        # The current reducer begins, even if forward used an older one.
         return call_before_backward(outputs, lambda: self.reducer.begin(), inputs)
 
     # -- settings ----------------------------------------------------------------------------

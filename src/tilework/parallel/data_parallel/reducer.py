@@ -101,13 +101,11 @@ class Reducer:
         #: For static graphs: how often each gradient is marked ready in a pass.
         self._expected_marks: list[int] | None = None
         self._unused_ahead: set[int] | None = None
-        #: Gradients that passes without reduction have accumulated into, and the last such pass.
+        #: Gradients that passes without reduction have accumulated into.
         self._accumulated: set[int] = set()
-        self._task = -1
         count = len(self.leaves)
         #: Changed in place only, since the hooks of parameters hold them.
-        self._marks, self._bucket_of, self._places = [0] * count, [0] * count, [0] * count
-        self._moves = [False] * count
+        self._marks, self._bucket_of = [0] * count, [0] * count
         self._pending: list[int] = []
         #: The node that accumulated a gradient in the last pass, and likely does in the next.
         self._likely_node: Any = None
@@ -182,10 +180,8 @@ class Reducer:
             for bucket in self.buckets
         ]
         for bucket in self.buckets:
-            moves = bucket.memory.moves if bucket.memory else [False]
-            for place, member in enumerate(bucket.members):
-                self._bucket_of[member], self._places[member] = bucket.index, place
-                self._moves[member] = len(moves) > place and moves[place]
+            for member in bucket.members:
+                self._bucket_of[member] = bucket.index
 
     def _memory(self, members: tuple[int, ...]) -> BucketMemory | None:
         leaves = [self.leaves[member] for member in members]
@@ -253,7 +249,9 @@ class Reducer:
             self._order = []
         self._start_clock()
         _engine.queue_callback(self._end)
-        self._open_memories()
+        for bucket in self.buckets:
+            if bucket.memory is not None:
+                bucket.memory.open(whole=self.hook is not None)
         unused, self._unused_ahead = self._unused_ahead, None
         if self.options.find_unused and not self.options.static_graph:
             for index in sorted(unused or ()):
@@ -270,17 +268,6 @@ class Reducer:
         # Ranks record the same program, whatever else their cores do.
         looks = not self.passes % _LOOK_EVERY or current_recorder() is not None
         self._at_once = not self._overlaps and (looks or not self._is_crowded)
-
-    def begin_accumulating(self) -> None:
-        """Let the backward pass that runs move the gradients into the buckets. Local."""
-        if not self._open:
-            self._task = torch._C._current_graph_task_id()
-            self._open_memories()
-
-    def _open_memories(self) -> None:
-        for bucket in self.buckets:
-            if bucket.memory is not None:
-                bucket.memory.open(whole=self.hook is not None)
 
     def _will_accumulate(self) -> bool:
         """True if the backward pass that runs adds to the gradient of at least one parameter."""
@@ -303,7 +290,7 @@ class Reducer:
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         """The hook that marks gradient ``index`` as ready when backward has accumulated it."""
-        marks, pending, bucket_of, moves = self._marks, self._pending, self._bucket_of, self._moves
+        marks, pending, bucket_of = self._marks, self._pending, self._bucket_of
         of = ref(self)  # Python finds no cycle of references that goes through these hooks
 
         def mark(_: Tensor) -> None:
@@ -314,8 +301,6 @@ class Reducer:
                 reducer._mark_with_care(index)
                 return
             marks[index] = 1
-            if moves[index]:
-                reducer._move(index)
             bucket = bucket_of[index]
             pending[bucket] -= 1
             if not pending[bucket]:
@@ -327,8 +312,6 @@ class Reducer:
         """Mark a gradient as ready in the cases that are too rare for the hook's short code."""
         if self.accumulating:
             self._accumulated.add(index)
-            if self._moves[index] and self._task == torch._C._current_graph_task_id():
-                self._move(index)
             return
         if not self._open:
             if not self.expecting:  # backward of the module without the wrapper
@@ -362,17 +345,10 @@ class Reducer:
             )
 
     def _count_down(self, index: int) -> None:
-        if self._moves[index]:
-            self._move(index)
         bucket = self._bucket_of[index]
         self._pending[bucket] -= 1
         if not self._pending[bucket]:
             self._on_ready(bucket)
-
-    def _move(self, index: int) -> None:
-        memory = self.buckets[self._bucket_of[index]].memory
-        assert memory is not None
-        memory.move(self._places[index])
 
     def _on_ready(self, index: int) -> None:
         """Note that bucket ``index`` has all gradients; start each bucket whose turn it is."""
