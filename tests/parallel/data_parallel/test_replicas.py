@@ -19,6 +19,12 @@ from tilework.parallel import (
 from tilework.testing import run_ranks
 
 
+def convolution(layout: torch.memory_format) -> nn.Module:
+    module: Any = nn.Conv2d(3, 2, 2)
+    laid_out: nn.Module = module.to(memory_format=layout)
+    return laid_out
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -32,6 +38,10 @@ from tilework.testing import run_ranks
             r"where rank 0 has 1\.weight, rank 1 has 2\.weight",
         ),
         (lambda rank: nn.Linear(2, 2, bias=rank == 0), r"rank 1 lacks bias, which rank 0 has"),
+        (
+            lambda rank: convolution(torch.channels_last if rank else torch.contiguous_format),
+            r"on rank 0 and float32 \[2, 3, 2, 2\] of strides \(12, 1, 6, 3\) on rank 1",
+        ),
     ],
 )
 def test_replicas_that_differ(module: Callable[[int], nn.Module], message: str) -> None:

@@ -249,9 +249,7 @@ class Reducer:
             self._order = []
         self._start_clock()
         _engine.queue_callback(self._end)
-        for bucket in self.buckets:
-            if bucket.memory is not None:
-                bucket.memory.open(whole=self.hook is not None)
+        self._open_memories()
         unused, self._unused_ahead = self._unused_ahead, None
         if self.options.find_unused and not self.options.static_graph:
             for index in sorted(unused or ()):
@@ -268,6 +266,11 @@ class Reducer:
         # Ranks record the same program, whatever else their cores do.
         looks = not self.passes % _LOOK_EVERY or current_recorder() is not None
         self._at_once = not self._overlaps and (looks or not self._is_crowded)
+
+    def _open_memories(self) -> None:
+        for bucket in self.buckets:
+            if bucket.memory is not None:
+                bucket.memory.open(whole=self.hook is not None)
 
     def _will_accumulate(self) -> bool:
         """True if the backward pass that runs adds to the gradient of at least one parameter."""
@@ -378,8 +381,9 @@ class Reducer:
         at_once = is_last or self._at_once
         if self.hook is None:
             works = [self._average(part, async_op=not at_once) for part in memory.parts]
-            bucket.works = [work for work in works if work is not None]
-            if at_once:
+            if not at_once:
+                bucket.works = works
+            else:
                 bucket.times.reduced = time.perf_counter()
                 self._clock.blocked += bucket.times.reduced - bucket.times.started
             return

@@ -88,8 +88,12 @@ def check_replicas(
 
 def described(parameter: Tensor, values: bool) -> str:
     """Dtype and shape of a parameter's part here, as text; with hashes of the ``values``."""
-    shapes = [tuple(local.shape) for local in local_tensors(parameter)]
-    shape = " and ".join(str(list(each)) for each in shapes) or "no shard"
+    # Gradients travel in the order of memory.
+    shapes = [
+        f"{list(local.shape)}{'' if local.is_contiguous() else f' of strides {local.stride()}'}"
+        for local in local_tensors(parameter)
+    ]
+    shape = " and ".join(shapes) or "no shard"
     text = f"{str(parameter.dtype)[6:]} {shape}"
     text += "" if parameter.requires_grad else ", frozen"
     if values and not parameter.is_meta:
