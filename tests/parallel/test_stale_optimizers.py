@@ -7,12 +7,12 @@ import io
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tilework.distributed as dist
 from tests.tables import each
 from tilework.dtensor import distribute_module, init_device_mesh
-from tilework.parallel import ColwiseParallel, parallelize_module
+from tilework.parallel import ColwiseParallel, fully_shard, parallelize_module
 from tilework.parallel.stale_optimizers import mark_replaced, marking_replaced
 from tilework.sharded import ChunkShardingSpec, shard_parameter
 from tilework.testing import run_ranks
@@ -39,7 +39,26 @@ def test_a_step_on_a_replaced_parameter_raises_and_changes_nothing() -> None:
 def test_a_parameter_that_is_put_back_can_be_stepped() -> None:
     model, optimizer = _stale()
     model.weight = optimizer.param_groups[0]["params"][0]
+    model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+
+
+def test_backward_to_a_parameter_that_a_list_or_closure_has_kept_raises() -> None:
+    class Listed(nn.Linear):
+        kept: list[Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.kept[0]
+
+    def program(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Listed(2, 2, bias=False)
+        model.kept = [model.weight]
+        fully_shard(model)
+        with pytest.raises(RuntimeError, match=r"does not have: 'weight' .* fully_shard has repl"):
+            model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(2, program)
 
 
 def test_a_new_optimizer_and_groups_added_later_are_looked_at() -> None:

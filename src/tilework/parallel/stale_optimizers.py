@@ -61,8 +61,28 @@ def mark_replaced(
     Errors say the full ``name`` in the model, and the function ``by`` which it was replaced.
     """
     global _last_mark
+    if old not in _marks and old.requires_grad and type(old) is nn.Parameter:
+        old.register_hook(RefusedGradient(weakref.ref(old)))  # type: ignore[no-untyped-call]
     _marks[old] = _Replaced(weakref.ref(owner), attribute, name or attribute, by)
     _last_mark = next(_numbers)
+
+
+@dataclass(frozen=True)
+class RefusedGradient:
+    """A hook that raises if backward reaches a marked parameter that its module no longer has."""
+
+    parameter: weakref.ref[Tensor]
+
+    def __call__(self, _: Tensor) -> None:
+        old = self.parameter()
+        mark: _Replaced | None = None if old is None else _marks.get(old)
+        if mark is None or old is None or (fault := mark.fault(old)) is None:
+            return
+        raise RuntimeError(
+            f"backward came to a parameter that the model does not have: {fault}. Something else "
+            f"computes with it, such as a list, a closure or another module: let it ask the module "
+            f"for the parameter"
+        )
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from tilework.parallel.fully_sharded.sharded_param import (
     dim_of,
     sharded_param,
 )
-from tilework.parallel.stale_optimizers import mark_replaced
+from tilework.parallel.stale_optimizers import RefusedGradient, mark_replaced
 
 _storages: Any = torch.UntypedStorage
 _weak_reference: Any = reductions.StorageWeakRef
@@ -298,7 +298,9 @@ def _describe(
             f"by a plain tensor: assign a DTensor of that layout, or load without assign=True"
         )
     full = _local_full(parameter, detached=False)
-    if full._backward_hooks or getattr(full, "_post_accumulate_grad_hooks", None):
+    hooks = [*(full._backward_hooks or {}).values()]
+    hooks += (getattr(full, "_post_accumulate_grad_hooks", None) or {}).values()
+    if not all(isinstance(hook, RefusedGradient) for hook in hooks):
         raise ValueError(
             f"parameter {name} of {owner.name} has hooks, which would be lost with the full "
             f"parameter: register them after fully_shard; on a parameter that was assigned later, "
