@@ -69,7 +69,7 @@ def mark_replaced(
 
 @dataclass(frozen=True)
 class RefusedGradient:
-    """A hook that raises if backward reaches a marked parameter that its module no longer has."""
+    """A hook that raises if backward reaches a marked parameter that a model no longer has."""
 
     parameter: weakref.ref[Tensor]
 
