@@ -191,6 +191,27 @@ def test_a_rank_that_does_not_come_is_named_on_every_host(hosts: Hosts, tmp_path
         assert "all_reduce" in told[0]
 
 
+def _reduce_in_two_orders(rank: int) -> None:
+    pair = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in pair if rank == 0 else pair[::-1]:
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def _receive_from_each_other(rank: int) -> None:
+    dist.recv(torch.ones(2), 1 - rank)
+
+
+@pytest.mark.parametrize("program", [_reduce_in_two_orders, _receive_from_each_other])
+def test_hosts_that_wait_for_each_other_are_told(
+    hosts: Hosts, program: Callable[[int], None]
+) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(dist.CollectiveMismatchError, match="wait for each other in a circle"):
+            program(rank)
+
+    run_on_hosts(hosts, (0, 1), body)
+
+
 def test_gloo_finds_the_way_by_itself(hosts: Hosts) -> None:
     def body(rank: int) -> float:
         tensor = torch.tensor([float(rank)])

@@ -35,6 +35,7 @@ from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.movers import Mover
 from tilework.comm.backends.torch.torch_calls import said_by
 from tilework.comm.forms import Operation
+from tilework.comm.waits import by_rank
 
 #: Seconds between looks of a rank that waits for another host.
 LOOK_SECONDS = 0.05
@@ -177,8 +178,10 @@ class MeetingEngine(PythonEngine):
         """Fill ``memory`` with the headers of ``host``; raise Fault if a rank is lost or late."""
         line = self._leaders[host]
         lost_at: float | None = None
+        begun = time.monotonic()
         while memory:
             self.check_open()
+            by_rank.look_if_long(begun)
             lost = self._lost(self.hosts.ranks[host][0])
             if lost and lost_at is None:
                 lost_at = time.monotonic()
