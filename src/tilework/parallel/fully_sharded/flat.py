@@ -15,8 +15,8 @@ are copied together before they are sent.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -84,36 +84,26 @@ class Message:
         if self._work is not None:
             self._work.wait()
         if self.pairs:
-            with torch.no_grad():
-                columns, fulls = zip(*self.pairs, strict=True)
-                torch._foreach_copy_(fulls, columns)
+            columns, fulls = zip(*self.pairs, strict=True)
+            torch._foreach_copy_(fulls, columns)
         self._work, self.pairs = None, []
 
 
 class Gathering:
-    """The full tensors (``fulls``) in one ``block`` of memory, gathered or being gathered."""
+    """The ``fulls``, full tensors of a flat, from element ``base`` of a ``block`` of memory on."""
 
-    def __init__(self, flat: Flat) -> None:
-        self.flat = flat
-        self.block = empty_tensor((flat.numel,), flat.compute_dtype, flat.device)
-        ranges = self.block.split_with_sizes(flat.numels)
+    def __init__(self, flat: Flat, block: Tensor, base: int, ranges: Iterable[Tensor]) -> None:
+        self.flat, self.block, self.base = flat, block, base
         self.fulls = list(map(Tensor.view, ranges, flat.shapes))
-        self.messages: list[Message] = []
 
     def span(self) -> range:
-        """The addresses of the block."""
-        begin = address_of(self.block)
+        """The addresses of the full tensors."""
+        begin = address_of(self.block) + self.base * self.block.itemsize
         return range(begin, begin + self.flat.full_bytes)
 
     def param_at(self, offset: int) -> ShardedParam:
-        """The parameter whose full tensor has the element at ``offset`` of the block."""
+        """The parameter whose full tensor has the element at ``offset`` from the base."""
         return self.flat.params[bisect_right(self.flat.offsets, offset) - 1]
-
-    def finish(self) -> None:
-        """Wait for the messages of :func:`gather`, which fill the full tensors. Idempotent."""
-        for message in self.messages:
-            message.finish()
-        self.messages = []
 
 
 class Flat:
@@ -236,11 +226,10 @@ class Gradient(NamedTuple):
     grad: Tensor | None
 
 
-@torch.no_grad()
 def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]:
     """This rank's shards of averages; None: no rank has a gradient. Collective; blocks.
 
-    The gradients of several flats have the same groups and dtype of reduction.
+    The gradients of several flats have the same groups and dtype of reduction. Without grad mode.
     """
     first, rest = gradients[0].flat, []
     dtype = first.reduce_dtype(gradients[0].dtype)
@@ -273,16 +262,30 @@ def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]
     ]
 
 
-@torch.no_grad()
-def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
+def _in_blocks(flats: Sequence[Flat]) -> list[Gathering]:
+    """Memory to gather to: a block for all flats that compute with the same dtype."""
+    kinds: dict[Any, list[Flat]] = {}
+    made: dict[int, Gathering] = {}
+    for flat in flats:
+        kinds.setdefault((flat.compute_dtype, flat.device), []).append(flat)
+    for (dtype, device), alike in kinds.items():
+        numels, base = [numel for flat in alike for numel in flat.numels], 0
+        block = empty_tensor((sum(numels),), dtype, device)
+        ranges = iter(block.split_with_sizes(numels))
+        for flat in alike:
+            made[id(flat)] = Gathering(flat, block, base, islice(ranges, len(flat.numels)))
+            base += flat.numel
+    return [made[id(flat)] for flat in flats]
+
+
+def gather(flats: Sequence[Flat], async_op: bool) -> tuple[list[Gathering], list[Message]]:
     """Start to gather the buffers' full parameters, small rows in a common message. Collective."""
-    gatherings = [Gathering(flat) for flat in flats]
+    gatherings, messages = _in_blocks(flats), list[Message]()
     rows_of: dict[Any, list[tuple[Gathering, int]]] = {}
     for flat, gathering in zip(flats, gatherings, strict=True):
         for at in flat.direct.values():
             mine = flat.shards[at].to(flat.compute_dtype).contiguous().view(-1)
-            message = Message(flat.send(gathering.fulls[at].view(-1), mine, async_op))
-            gathering.messages.append(message)
+            messages.append(Message(flat.send(gathering.fulls[at].view(-1), mine, async_op)))
         for which, row in enumerate(flat.rows):
             is_large = row.numel * flat.compute_dtype.itemsize >= DIRECT_BYTES
             key = row if is_large else (flat.compute_dtype, flat.device, flat.shard_group)
@@ -292,15 +295,14 @@ def gather(flats: Sequence[Flat], async_op: bool) -> list[Gathering]:
         mine = sent[0] if len(sent) == 1 else torch.cat(sent)
         first = members[0][0].flat
         rows = mine.new_empty(first.ranks, mine.numel())
-        message = Message(first.send(rows.view(-1), mine, async_op))
+        messages.append(message := Message(first.send(rows.view(-1), mine, async_op)))
         rooms = [room for gathering, at in members for room in gathering.flat.rows[at].rooms]
         columns = iter(rows.split_with_sizes(rooms, 1))
         for gathering, which in members:
-            gathering.messages.append(message)
             flat = gathering.flat
             for param, place in zip(flat.rows[which].params, flat.in_rows[which], strict=True):
                 message.pairs += param.shards_and_parts(next(columns), gathering.fulls[place])
-    return gatherings
+    return gatherings, messages
 
 
 def _zeros(numel: int, like: Tensor, group: ProcessGroup) -> Tensor:

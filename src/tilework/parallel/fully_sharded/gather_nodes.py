@@ -52,7 +52,7 @@ class GatherParameters(torch.autograd.Function):
         """The tensors ``fulls``, being gathered; ``reduce`` makes gradients of shards of theirs."""
         ctx.reduce, ctx.params = reduce, params
         ctx.set_materialize_grads(False)
-        results = tuple(full.detach() for full in fulls)
+        results = tuple(map(Tensor.detach, fulls))
         for shard, result in zip(shards, results, strict=True):
             if _grad_dtype(shard) is not _dtype(shard):
                 result.grad_dtype = grad_dtype_of(shard)
@@ -136,8 +136,7 @@ class Saved:
 
     def __init__(self, use: Any, which: int, tensor: Tensor, at: int, gathering: Gathering) -> None:
         self.use, self.which = use, which
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = at // tensor.itemsize
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), at // tensor.itemsize
         param: ShardedParam = gathering.param_at(self.offset)
         self.name, self.local = param.name, param.local  # the parameter may be swapped since
         self.version = self.local._version
@@ -149,8 +148,9 @@ class Saved:
                 f"parameter {self.name} was written to in place after the forward pass whose "
                 f"backward needs the value, for example by an optimizer step: call backward before"
             )
-        block: Tensor = self.use.block(self.which)
-        return block.as_strided(self.shape, self.stride, self.offset)
+        gathering: Gathering = self.use.full().parts[self.which]
+        place = gathering.base + self.offset
+        return gathering.block.as_strided(self.shape, self.stride, place)
 
 
 class _Kept:
@@ -169,7 +169,7 @@ _OWN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Saving:
-    """Makes operators save a :class:`Saved` for full tensors; for others hooks, or checks."""
+    """Makes operators save a :class:`Saved` for full tensors, and others as hooks around say."""
 
     def __init__(self, use: Any, gatherings: Sequence[Gathering]) -> None:
         self._spans = [(part.span(), part) for part in gatherings]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,7 +33,7 @@ class Node:
         self.run = run
         #: The units that compute with the results; gradients of others are not reduced.
         self.users: set[Unit] = set()
-        self._of: list[tuple[Unit, Sequence[Flat], int]] = []
+        self._of: list[tuple[Unit, Sequence[Flat], slice]] = []
         params: list[ShardedParam] = []
         fulls: list[Tensor] = []
         leaves: list[Tensor] = []
@@ -50,21 +49,21 @@ class Node:
                     params.append(param)
                     fulls.append(full)
                     leaves.append(shard)
-            self._of.append((unit, gathered.flats, len(params) - before))
+            self._of.append((unit, gathered.flats, slice(before, len(params))))
         made = iter(GatherParameters.apply(self._reduce, params, fulls, *leaves) if params else ())
         for (_, gathered), (own, facts) in zip(units, shards, strict=True):
             results = [next(made) if is_trained else None for is_trained, _ in facts]
             gathered.made = Made(self, results, own, facts)
 
     def _reduce(
-        self, wanted: Iterable[bool], params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+        self, wanted: Sequence[bool], params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The gradients of shards; None for frozen parameters and unasked units. Collective."""
-        rest, given = zip(params, grads, wanted, strict=True), list[Gradients]()
-        for unit, flats, number in self._of:
-            mine = list(islice(rest, number))
-            if unit in self.users and any(is_wanted for _, _, is_wanted in mine):
-                trained = [(param, grad) for param, grad, _ in mine if param.local.requires_grad]
+        given = list[Gradients]()
+        for unit, flats, at in self._of:
+            if unit in self.users and any(wanted[at]):
+                pairs = zip(params[at], grads[at], strict=True)
+                trained = [(param, grad) for param, grad in pairs if param.local.requires_grad]
                 given.append((unit, flats, trained))
         shards = reduced(given)
         return [shards.get(id(param)) for param in params]
@@ -106,9 +105,9 @@ def reduced(given: Iterable[Gradients]) -> dict[int, Tensor | None]:
         digest = hash(tuple([unit.digest(passes) for unit in units]))
         with carrying(carried(digest), what):
             made = reduce(gradients, units[0].reduction)
-        for each, shard in zip(gradients, made, strict=True):
-            shards[id(each.param)] = shard
-            call_counts_of(each.param.spec.mesh).note_gradient(digest_of(each.param.sharded))
+        for (_, param, _, _), shard in zip(gradients, made, strict=True):
+            shards[id(param)] = shard
+            call_counts_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
     return shards
 
 

@@ -50,7 +50,7 @@ from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.arguments import cast_floats
 from tilework.parallel.data_parallel.outputs import tensors_of
-from tilework.parallel.fully_sharded.flat import Flat, Gathering, gather
+from tilework.parallel.fully_sharded.flat import Flat, Gathering, Message, gather
 from tilework.parallel.fully_sharded.gather_nodes import Saving, can_save, outside_transforms
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpose, Reduction
 from tilework.parallel.fully_sharded.reducing import Made, Node, reduced
@@ -74,11 +74,17 @@ class GatheredParameters:
     """Full parameters of a unit, and the shards that they were gathered from."""
 
     def __init__(
-        self, parts: list[Gathering], version: int, flats: list[Flat], together: list[Unit]
+        self,
+        unit: Unit,
+        flats: list[Flat],
+        parts: list[Gathering],
+        messages: list[Message],
+        together: list[Unit],
     ) -> None:
-        self.parts, self.version, self.flats = parts, version, flats
-        #: The units that were gathered in a common message.
-        self.together = together
+        self.flats, self.parts, self.version = flats, parts, unit._version()
+        #: The units that were gathered with this, and all messages under way. These are finished
+        #: together: common memory counts writes in common.
+        self.together, self.messages = together, messages
         self.is_ready = False
         #: The forward pass that has compared the shards; None: no pass has.
         self.seen_by: Any = _running.run
@@ -88,8 +94,9 @@ class GatheredParameters:
     def finish(self) -> None:
         """Wait until the full parameters are in memory."""
         if not self.is_ready:
-            for part in self.parts:
-                part.finish()
+            for message in self.messages:
+                message.finish()
+            self.messages.clear()
             self.is_ready = True
 
     @property
@@ -138,10 +145,6 @@ class Use:
             with outside_transforms():
                 self.gathered = self.unit.gather_for(self)
         return self.gathered
-
-    def block(self, which: int) -> Tensor:
-        """The full tensors of ``flats[which]`` in backward. Collective if not in memory."""
-        return self.full().parts[which].block
 
 
 class Run:
@@ -708,7 +711,8 @@ class Unit:
         now = self.reduction
         self.reduction = replace(now, is_due=True, reduces_replicas=True)
         try:
-            shards = reduced([(self, self.flats, [(param, None) for param in params])])
+            with torch.no_grad():
+                shards = reduced([(self, self.flats, [(param, None) for param in params])])
         finally:
             self.reduction = now
         pairs = [(p.local, s) for p in params if (s := shards[id(p)]) is not None]
@@ -766,9 +770,10 @@ def _gathered_together(
     what = Purpose(f"gather {first._gathers} of {text} {OF_A_UNIT} {where}")
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with outside, carrying(carried(hash(tuple(digests))), what):
-        parts = iter(gather([flat for _, flats in units for flat in flats], async_op))
+        made, messages = gather([flat for _, flats in units for flat in flats], async_op)
+        parts = iter(made)
         return [
-            GatheredParameters([next(parts) for _ in flats], unit._version(), flats, together)
+            GatheredParameters(unit, flats, [next(parts) for _ in flats], messages, together)
             for unit, flats in units
         ]
 
