@@ -14,9 +14,9 @@ are copied together before they are sent.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -80,13 +80,12 @@ class Message:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def finish(self) -> None:
-        """Wait, then fill the full tensors. Idempotent."""
+        """Wait, then fill the full tensors."""
         if self._work is not None:
             self._work.wait()
         if self.pairs:
             columns, fulls = zip(*self.pairs, strict=True)
             torch._foreach_copy_(fulls, columns)
-        self._work, self.pairs = None, []
 
 
 class Gathering:
@@ -100,10 +99,6 @@ class Gathering:
         """The addresses of the full tensors."""
         begin = address_of(self.block) + self.base * self.block.itemsize
         return range(begin, begin + self.flat.full_bytes)
-
-    def param_at(self, offset: int) -> ShardedParam:
-        """The parameter whose full tensor has the element at ``offset`` from the base."""
-        return self.flat.params[bisect_right(self.flat.offsets, offset) - 1]
 
 
 class Flat:
@@ -130,7 +125,9 @@ class Flat:
         self.shards = self._placed(kept)
         place_of = {id(param): at for at, param in enumerate(self.params)}
         #: The places of parameters that are gathered without a row, by id of the parameter.
-        self.direct = {id(p): at for at, p in enumerate(self.params) if self._is_direct(p)}
+        self.direct = {
+            id(p): at for at, p in enumerate(self.params) if p.is_even and self._is_large(p)
+        }
         #: The rows of gathers, each with the places of the parameters, and the memory in which the
         #: shards lie as the row; None: they do not.
         self.rows = self._rows_of([p for p in self.params if id(p) not in self.direct])
@@ -150,9 +147,6 @@ class Flat:
 
     def _is_large(self, param: ShardedParam) -> bool:
         return param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
-
-    def _is_direct(self, param: ShardedParam) -> bool:
-        return param.is_even and self._is_large(param)
 
     def _rows_of(self, params: Sequence[ShardedParam]) -> list[Row]:
         """A row for each large parameter, and a row for all others, if there are any."""
@@ -262,25 +256,21 @@ def reduce(gradients: Sequence[Gradient], how: Reduction) -> list[Tensor | None]
     ]
 
 
-def _in_blocks(flats: Sequence[Flat]) -> list[Gathering]:
-    """Memory to gather to: a block for all flats that compute with the same dtype."""
-    kinds: dict[Any, list[Flat]] = {}
-    made: dict[int, Gathering] = {}
-    for flat in flats:
-        kinds.setdefault((flat.compute_dtype, flat.device), []).append(flat)
-    for (dtype, device), alike in kinds.items():
-        numels, base = [numel for flat in alike for numel in flat.numels], 0
+def _in_blocks(flats: Sequence[Flat]) -> Iterator[Gathering]:
+    """Memory to gather to: a block for flats in a row that compute with the same dtype."""
+    for (dtype, device), group in groupby(flats, attrgetter("compute_dtype", "device")):
+        alike, base = list(group), 0
+        numels = [numel for flat in alike for numel in flat.numels]
         block = empty_tensor((sum(numels),), dtype, device)
         ranges = iter(block.split_with_sizes(numels))
         for flat in alike:
-            made[id(flat)] = Gathering(flat, block, base, islice(ranges, len(flat.numels)))
+            yield Gathering(flat, block, base, islice(ranges, len(flat.numels)))
             base += flat.numel
-    return [made[id(flat)] for flat in flats]
 
 
 def gather(flats: Sequence[Flat], async_op: bool) -> tuple[list[Gathering], list[Message]]:
     """Start to gather the buffers' full parameters, small rows in a common message. Collective."""
-    gatherings, messages = _in_blocks(flats), list[Message]()
+    gatherings, messages = list(_in_blocks(flats)), list[Message]()
     rows_of: dict[Any, list[tuple[Gathering, int]]] = {}
     for flat, gathering in zip(flats, gatherings, strict=True):
         for at in flat.direct.values():

@@ -11,6 +11,7 @@ gathers again when backward asks for it, whichever way backward got there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -111,14 +112,11 @@ def _gather_again(
         yield whole if tensor_parallel is None else tensor_parallel.local_part(whole)
 
 
-_NOTHING = nullcontext()
-
-
 def outside_transforms() -> AbstractContextManager[Any]:
     """A context outside of torch.func's transforms, which must not see the gathering."""
     if torch._C._are_functorch_transforms_active():
         return temporarily_clear_interpreter_stack()
-    return _NOTHING
+    return nullcontext()
 
 
 def can_save() -> bool:
@@ -137,7 +135,8 @@ class Saved:
     def __init__(self, use: Any, which: int, tensor: Tensor, at: int, gathering: Gathering) -> None:
         self.use, self.which = use, which
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), at // tensor.itemsize
-        param: ShardedParam = gathering.param_at(self.offset)
+        flat = gathering.flat
+        param = flat.params[bisect_right(flat.offsets, self.offset) - 1]
         self.name, self.local = param.name, param.local  # the parameter may be swapped since
         self.version = self.local._version
 

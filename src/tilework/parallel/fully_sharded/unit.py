@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice, repeat
 from operator import attrgetter, is_
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,6 @@ _is_on_meta, _full_bytes = attrgetter("is_meta"), attrgetter("full_bytes")
 #: Units are gathered together up to so many bytes of full parameters.
 TOGETHER_BYTES = 256 << 10
 
-Phase = Literal["sharded", "gathering", "gathered"]
-
 
 class GatheredParameters:
     """Full parameters of a unit, and the shards that they were gathered from."""
@@ -93,11 +91,10 @@ class GatheredParameters:
 
     def finish(self) -> None:
         """Wait until the full parameters are in memory."""
-        if not self.is_ready:
-            for message in self.messages:
-                message.finish()
-            self.messages.clear()
-            self.is_ready = True
+        for message in self.messages:
+            message.finish()
+        self.messages.clear()
+        self.is_ready = True
 
     @property
     def fulls(self) -> list[tuple[ShardedParam, Tensor]]:
@@ -126,10 +123,6 @@ class Use:
         self.saving: Saving | None = None
         #: The units that forward installs.
         self.shown: list[Unit] = []
-
-    def forget(self) -> None:
-        """Free the full parameters, unless others need them."""
-        self.gathered = None
 
     def units_before(self) -> Iterator[Unit]:
         """The units that the pass used before, the last first, as far as none is in memory."""
@@ -175,8 +168,7 @@ class BackwardPass:
         for unit, uses in units.items():
             unit._end_backward(uses)
 
-    def __del__(self) -> None:
-        self.end()
+    __del__ = end
 
 
 class _Running(threading.local):
@@ -251,7 +243,7 @@ class Unit:
         self._deferred: dict[ShardedParam, Tensor | None] = {}
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> str:
         """The state of the full parameters."""
         if self._gathered is None:
             return "sharded"
@@ -274,10 +266,6 @@ class Unit:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self._text = f"{self.owner.name} ({names[0]}{more})" if names else self.owner.name
         self._shown = self._shown_now()
-
-    def _look_in_forward(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self.look()
 
     def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]] | None:
         """The addresses, dtypes and layouts of the shards now, by which changes are noticed."""
@@ -328,7 +316,8 @@ class Unit:
                 return
             if unit not in seen and unit._gathered is None:
                 seen.add(unit)
-                unit._look_in_forward()
+                if torch._C._current_graph_task_id() == -1:
+                    unit.look()
                 room -= unit._full_bytes()
                 if room >= 0:
                     yield unit
@@ -340,7 +329,8 @@ class Unit:
         """Gather the full parameters, unless in memory, and return them. Collective; blocks."""
         self.start_gather(async_op=False, after=after)
         assert self._gathered is not None
-        self._gathered.finish()
+        if not self._gathered.is_ready:
+            self._gathered.finish()
         return self._gathered
 
     def unshard(self) -> None:
@@ -372,9 +362,9 @@ class Unit:
             return
         if self._installed:
             self._uninstall()
-        if self._gathered is not None:
+        if self._gathered is not None and not self._gathered.is_ready:
             self._gathered.finish()  # a collective still writes to the memory
-            self._gathered = None
+        self._gathered = None
 
     def _install(self) -> None:
         """Let attribute access find the full parameters, with a new node in the graph. Local."""
@@ -492,7 +482,7 @@ class Unit:
         """Undo what :meth:`_enter` did, as far as it came. Local."""
         frees = self.reshard_after_forward
         if (not use.is_outermost if frees is None else frees) or use.is_again:
-            use.forget()
+            use.gathered = None
         if use.saving is not None:
             use.saving.end()
             use.saving = None
@@ -588,8 +578,7 @@ class Unit:
         if torch._C._current_graph_task_id() != -1:
             return
         if self.reshard_after_forward is False:
-            if self._installed:
-                self._uninstall()
+            self._uninstall()
         else:
             self.reshard()
 
@@ -641,7 +630,7 @@ class Unit:
                 self.reshard()
                 self._gathered = gathered
             if not use.saves:
-                use.forget()
+                use.gathered = None
         with torch.enable_grad():
             self._install()
 
@@ -680,7 +669,7 @@ class Unit:
         for each in uses:
             use = each()
             if use is not None:
-                use.forget()
+                use.gathered = None
 
     # -- gradients that wait -----------------------------------------------------------------
 
@@ -751,7 +740,8 @@ def _gather_ahead(named: list[Unit] | None, after: Iterator[Unit]) -> None:
     """Start to gather the units that the program named, or else those that come next."""
     for unit in islice(after, 1) if named is None else named:
         if unit._gathered is None:
-            unit._look_in_forward()
+            if torch._C._current_graph_task_id() == -1:
+                unit.look()
             unit.start_gather(after=after if named is None else ())
 
 
