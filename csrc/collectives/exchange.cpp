@@ -26,21 +26,23 @@ Exchange::Exchange(RankContext& context, RoundState& state, const Operation& ope
       cancelled_(cancelled),
       first_step_(state.step + 1),
       read_(lengths_to_read(state.peers.reading)),
-      form_(form_of(operation, size)) {}
+      form_(form_of(operation, size, read_)) {}
 
 /// With the first round, so that whoever polls its line meets it once.
 void Exchange::publish_header() {
   PeerMemory& memory = context_.memory;
-  publish_call(operation, segment_, rank, parity(0), form_,
-               {memory.readable(), memory.all_local(), prefers_outboxes()});
+  publish_call(operation, segment_, rank, first_step_, form_,
+               {memory.readable(), memory.all_local(), prefers_outboxes()}, state_.short_data);
   segment_.control(rank).entered.store(first_step_, std::memory_order_release);
 }
 
 void Exchange::publish() {
   const uint64_t step = ++state_.step;
   context_.tell_core(current_core());
-  if (step == first_step_) publish_header();
-  header(rank, parity(0)).step.store(step, std::memory_order_release);
+  if (step == first_step_)
+    publish_header();
+  else
+    header(rank, parity(0)).step.store(step, std::memory_order_release);
   if (step == first_step_ && options_.interlude) use_interlude();
   // Only the rank that completes the round needs to wake the others. Between a rank's own step and its
   // look at the others' lies a fence, so the last to publish sees all, and who sleeps. Not a second
@@ -73,6 +75,7 @@ void Exchange::await() {
             [&](int peer) { return !arrived(peer); });
       },
       [&](bool check_processes) { return fault_while_waiting(check_processes); });
+  own_line_soon(&header(rank, parity(1)));
   if (state_.step == first_step_)
     longest_bytes_ = compare_headers(segment_, rank, parity(0), read_, state_.peers);
 }

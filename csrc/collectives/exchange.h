@@ -51,8 +51,9 @@ struct RoundState {
   RoundState(int size, const Tunables& tunables)
       : peers(size), sources(size), stores(tunables.slow_outbox_ns) {}
   uint64_t step = 0;
-  PeerBuffers peers;                 // of the current operation
-  std::vector<const void*> sources;  // scratch for reductions
+  alignas(16) char short_data[OperationHeader::kDataBytes] = {};  // until it is in the header
+  PeerBuffers peers;                                              // of the current operation
+  std::vector<const void*> sources;                               // scratch for reductions
   OutboxStores stores;
 };
 
@@ -65,7 +66,7 @@ class Exchange {
 
   /// This rank's slot for the next round. Not to be called between publish() and await().
   char* slot() const {
-    if (form_.in_header && state_.step + 1 == first_step_) return header(rank, parity(1)).data;
+    if (form_.in_header && state_.step + 1 == first_step_) return state_.short_data;
     return segment_.slot(rank, parity(1));
   }
   /// A rank's slot of the current round; valid until the next publish().

@@ -204,6 +204,15 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity, const SizeRa
   return calls[0].bytes;
 }
 
+void read_details(const Segment& segment, unsigned parity, PeerBuffers& peers) {
+  for (int peer = 0; peer < segment.size(); ++peer) {
+    const Call call = read_call(segment.control(peer).headers[parity]);
+    peers.factors[peer] = call.factor;
+    peers.inputs[peer] = call.input;
+    peers.outputs[peer] = call.output;
+  }
+}
+
 }  // namespace
 
 Call read_call(const OperationHeader& header) {
@@ -223,29 +232,26 @@ Call read_call(const OperationHeader& header) {
   return call;
 }
 
-CallForm form_of(const Operation& operation, int size) {
+CallForm form_of(const Operation& operation, int size, const SizeRange& read) {
   const size_t bytes = first_bytes(operation);
   const bool uneven = ragged(operation.kind) &&
                       !(all_equal(operation.inputs, bytes) && all_equal(operation.outputs, bytes));
   const bool split = operation.kind == OpKind::kScatter || operation.kind == OpKind::kAllToAll ||
                      operation.kind == OpKind::kReduceScatter;
   const bool one_part = !split || size == 2;
-  return {uneven, !uneven && one_part && bytes <= OperationHeader::kDataBytes};
+  return {uneven,
+          !uneven && one_part && bytes <= OperationHeader::kDataBytes && !read.contains(bytes)};
 }
 
-void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
-                  const CallForm& form, const ReadingFlags& reading) {
-  OperationHeader& header = segment.control(rank).headers[parity];
+void publish_call(const Operation& operation, const Segment& segment, int rank, uint64_t step,
+                  const CallForm& form, const ReadingFlags& reading, const char* data) {
+  OperationHeader& header = segment.control(rank).headers[step & 1];
   const bool readable = !overwrites_inputs(operation, rank);
   const uint64_t input = readable ? arena_position(segment, operation.inputs) : 0;
   const uint64_t output = arena_position(segment, operation.outputs);
   const bool has_details = operation.factor != 1 || input != 0 || output != 0;
   const uint64_t signature = pack_signature(operation, form, has_details, reading);
-  header.sequence.store(operation.sequence, relaxed);
-  header.signature.store(signature, relaxed);
-  header.bytes.store(first_bytes(operation), relaxed);
-  header.label.store(operation.label, relaxed);
-  header.provenance.store(operation.provenance, relaxed);
+  const uint64_t bytes = first_bytes(operation);
   if (has_details) {
     uint64_t factor;
     memcpy(&factor, &operation.factor, sizeof factor);
@@ -253,40 +259,51 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
     header.input.store(input, relaxed);
     header.output.store(output, relaxed);
   }
-  if (!form.uneven) return;
-  std::atomic<int64_t>* tables = segment.table(rank, parity);
-  const int size = segment.size();
-  const ByteCounts counts{operation, rank};
-  for (int peer = 0; peer < size; ++peer) {
-    tables[peer].store(counts.sends(peer), relaxed);
-    tables[size + peer].store(counts.expects(peer), relaxed);
+  if (form.uneven) {
+    std::atomic<int64_t>* tables = segment.table(rank, step & 1);
+    const int size = segment.size();
+    const ByteCounts counts{operation, rank};
+    for (int peer = 0; peer < size; ++peer) {
+      tables[peer].store(counts.sends(peer), relaxed);
+      tables[size + peer].store(counts.expects(peer), relaxed);
+    }
   }
+  // All of the line in one go: a peer that polls it in between takes it away, and it has to come back.
+  header.sequence.store(operation.sequence, relaxed);
+  header.signature.store(signature, relaxed);
+  header.bytes.store(bytes, relaxed);
+  header.label.store(operation.label, relaxed);
+  header.provenance.store(operation.provenance, relaxed);
+  memcpy(header.data, data, sizeof header.data);
+  header.step.store(step, std::memory_order_release);
 }
 
 uint64_t compare_headers(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
                          PeerBuffers& peers) {
-  const Call mine = read_call(segment.control(rank).headers[parity]);
-  bool uniform = !mine.ragged();
-  peers.reading = {true, true, false};
+  const OperationHeader& mine = segment.control(rank).headers[parity];
+  const uint64_t own = mine.signature.load(relaxed), own_bytes = mine.bytes.load(relaxed);
+  uint64_t all = own, any = own, differences = own & kRagged;
+  for (int peer = 0; peer < segment.size(); ++peer) {
+    const OperationHeader& header = segment.control(peer).headers[parity];
+    const uint64_t signature = header.signature.load(relaxed), bytes = header.bytes.load(relaxed);
+    all &= signature;
+    any |= signature;
+    differences |= ((signature ^ own) & ~kDetailBits) | (bytes ^ own_bytes) |
+                   (header.sequence.load(relaxed) ^ mine.sequence.load(relaxed)) |
+                   (header.label.load(relaxed) ^ mine.label.load(relaxed)) |
+                   (header.provenance.load(relaxed) ^ mine.provenance.load(relaxed));
+    peers.in_header[peer] =
+        (signature & (kInHeader | kRagged)) == kInHeader && bytes <= OperationHeader::kDataBytes;
+  }
+  peers.reading = {(all & kReadsPeers) != 0, (all & kSharesProcess) != 0,
+                   (any & kPrefersOutboxes) != 0};
   peers.shows_any = false;
   peers.longest_unread_bytes = 0;
-  for (int peer = 0; peer < segment.size(); ++peer) {
-    const Call call = read_call(segment.control(peer).headers[parity]);
-    peers.factors[peer] = call.factor;
-    peers.inputs[peer] = call.input;
-    peers.outputs[peer] = call.output;
-    peers.in_header[peer] =
-        call.in_header() && !call.ragged() && call.bytes <= OperationHeader::kDataBytes;
-    peers.reading.reads_peers &= call.reads_peers();
-    peers.reading.shares_process &= call.shares_process();
-    peers.reading.prefers_outboxes |= call.prefers_outboxes();
-    uniform &=
-        call.sequence == mine.sequence && ((call.signature ^ mine.signature) & ~kDetailBits) == 0 &&
-        call.bytes == mine.bytes && call.label == mine.label && call.provenance == mine.provenance;
-  }
-  if (!uniform) return compare_all_calls(segment, parity, read, peers);
-  peers.note(mine.bytes, read);
-  return mine.bytes;
+  if ((any & kHasDetails) != 0 || peers.has_details) read_details(segment, parity, peers);
+  peers.has_details = (any & kHasDetails) != 0;
+  if (differences != 0) return compare_all_calls(segment, parity, read, peers);
+  peers.note(own_bytes, read);
+  return own_bytes;
 }
 
 }  // namespace tilework

@@ -45,9 +45,10 @@ struct ReadingFlags {
 /// For each rank: the premul_sum factor, and the places of buffers in the rank's arena. For all ranks
 /// together: the memory that they can read.
 struct PeerBuffers {
-  explicit PeerBuffers(int size) : factors(size), inputs(size), outputs(size), in_header(size) {}
+  explicit PeerBuffers(int size) : factors(size, 1), inputs(size), outputs(size), in_header(size) {}
   std::vector<double> factors;
   std::vector<uint64_t> inputs, outputs;  // arena positions, as in OperationHeader
+  bool has_details = false;               // false: factors are 1, and no buffer lies in an arena
   std::vector<char> in_header;        // 1: the rank's data lies in the header, not in the outbox
   ReadingFlags reading;               // what all ranks can; what any rank prefers
   bool shows_any = false;             // some message is of a length to be read
@@ -66,11 +67,12 @@ struct CallForm {
   bool uneven;     // sizes differ: see above
   bool in_header;  // all data that this rank sends fits the header
 };
-CallForm form_of(const Operation& operation, int size);
+/// Messages of lengths in `read` are only shown.
+CallForm form_of(const Operation& operation, int size, const SizeRange& read);
 
-/// Write this rank's header, and the byte-count table if sizes differ.
-void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
-                  const CallForm& form, const ReadingFlags& reading);
+/// Write this rank's header of the round `step`, with `data`, and the byte-count table if sizes differ.
+void publish_call(const Operation& operation, const Segment& segment, int rank, uint64_t step,
+                  const CallForm& form, const ReadingFlags& reading, const char* data);
 
 /// The longest message that one rank sends to another, in bytes, from all ranks' headers of this
 /// round; throws Fault("mismatch") where they disagree. Fills in `peers`; messages of

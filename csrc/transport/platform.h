@@ -60,6 +60,15 @@ inline void cpu_relax() {
 #endif
 }
 
+/// Take a cache line that this thread will write away from others' caches.
+inline void own_line_soon(const void* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
 enum class Woken { kNotified, kTimeout, kSignal };
 
 /// Sleep while *word == expected, at most `ns`. Works across processes that share the word.

@@ -126,7 +126,8 @@ void publish_matching_calls(FuzzedGroup& fuzzed, Operation operation, FuzzInput&
     for (unsigned parity = 0; parity < 2; ++parity) {
       OperationHeader& header = fuzzed.map.control(rank).headers[parity];
       std::atomic<int64_t>* table = fuzzed.map.table(rank, parity);
-      publish_call(operation, fuzzed.map, rank, parity, form_of(operation, kRanks), {});
+      publish_call(operation, fuzzed.map, rank, parity, form_of(operation, kRanks, {}), {},
+                   "a short message");
       header.signature.store(header.signature.load() | kHasDetails);
       if (source.take<uint8_t>() & 1) header.input.store(source.number());
       if (source.take<uint8_t>() & 1) header.output.store(source.number());
