@@ -5,6 +5,13 @@
 #include <algorithm>
 #include <unordered_map>
 
+#if PY_VERSION_HEX >= 0x030b0000 && PY_VERSION_HEX < 0x030e0000
+#define TILEWORK_READS_FRAMES
+#define Py_BUILD_CORE
+#include <internal/pycore_frame.h>
+#undef Py_BUILD_CORE
+#endif
+
 namespace nb = nanobind;
 
 namespace tilework {
@@ -29,14 +36,6 @@ bool in_library_file(PyCodeObject* code) {
   return answer == Py_True;
 }
 
-int position_in(PyFrameObject* frame) {
-#if PY_VERSION_HEX >= 0x030b0000
-  return PyFrame_GetLasti(frame);
-#else
-  return PyFrame_GetLineNumber(frame);
-#endif
-}
-
 int line_at(PyCodeObject* code, int position) {
 #if PY_VERSION_HEX >= 0x030b0000
   return PyCode_Addr2Line(code, position);
@@ -46,21 +45,54 @@ int line_at(PyCodeObject* code, int position) {
 #endif
 }
 
+#ifdef TILEWORK_READS_FRAMES
+/// A frame of the interpreter's. To make an object of it costs as much as all else that is recorded.
+using Frame = _PyInterpreterFrame*;
+
+/// As PyEval_GetFrame() and PyFrame_GetBack() do, leave out frames that are being made.
+Frame complete(Frame frame) {
+  while (frame && _PyFrame_IsIncomplete(frame)) frame = frame->previous;
+  return frame;
+}
+Frame outer(Frame frame) { return complete(frame->previous); }
+#if PY_VERSION_HEX >= 0x030d0000
+Frame innermost() { return complete(PyThreadState_Get()->current_frame); }
+nb::object code_of(Frame frame) {
+  return nb::borrow(reinterpret_cast<PyObject*>(_PyFrame_GetCode(frame)));
+}
+#else
+Frame innermost() { return complete(PyThreadState_Get()->cframe->current_frame); }
+nb::object code_of(Frame frame) { return nb::borrow(reinterpret_cast<PyObject*>(frame->f_code)); }
+#endif
+int position_in(Frame frame) {
+  return _PyInterpreterFrame_LASTI(frame) * static_cast<int>(sizeof(_Py_CODEUNIT));
+}
+#else
+using Frame = nb::object;
+
+PyFrameObject* of(const Frame& frame) { return reinterpret_cast<PyFrameObject*>(frame.ptr()); }
+Frame innermost() { return nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame())); }
+Frame outer(const Frame& frame) {
+  return nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetBack(of(frame))));
+}
+nb::object code_of(const Frame& frame) {
+  return nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(of(frame))));
+}
+int position_in(const Frame& frame) {
+#if PY_VERSION_HEX >= 0x030b0000
+  return PyFrame_GetLasti(of(frame));
+#else
+  return PyFrame_GetLineNumber(of(frame));
+#endif
+}
+#endif
+
 /// The program's innermost frame.
 CallPlace call_place() {
-  PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
-  while (frame) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    if (!in_library_file(code)) {
-      const int position = position_in(frame);
-      Py_DECREF(frame);
-      return {nb::steal(reinterpret_cast<PyObject*>(code)), position};
-    }
-    Py_DECREF(code);
-    PyFrameObject* outer = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = outer;
+  for (Frame frame = innermost(); frame; frame = outer(frame)) {
+    nb::object code = code_of(frame);
+    if (!in_library_file(reinterpret_cast<PyCodeObject*>(code.ptr())))
+      return {std::move(code), position_in(frame)};
   }
   return {};
 }

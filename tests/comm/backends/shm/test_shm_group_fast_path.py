@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -251,6 +253,41 @@ def test_the_flight_record_tells_both_ways_alike() -> None:
     for told in on_shm(2, program):
         assert [number for number, *_ in told] == [1, 2, 3, 0, 4, 5, 6, 0]
         assert [rest for _, *rest in told[:4]] == [rest for _, *rest in told[4:]]
+
+
+def test_the_flight_record_names_the_line_in_frames_of_each_kind() -> None:
+    def program(rank: int) -> list[str]:
+        def generator() -> Iterator[object]:
+            yield dist.barrier()
+            yield dist.barrier()
+
+        async def coroutine() -> None:
+            dist.barrier()
+
+        assert len(list(generator())) == 2
+        with contextlib.suppress(StopIteration):
+            coroutine().send(None)
+        sorted([rank], key=lambda _: dist.barrier() is None)
+        functools.partial(dist.barrier)()
+        exec(compile("\n\ndist.barrier()", "typed", "exec"), {"dist": dist})
+        start = program.__code__.co_firstlineno
+        sites = [
+            e.site.rpartition(":")[2].split(" in ")
+            for e in dist.get_default_group().flight_entries()
+        ]
+        return [
+            f"{int(line) - (start if name != '<module>' else 0)} {name}" for line, name in sites
+        ]
+
+    expected = [
+        "2 generator",
+        "3 generator",
+        "6 coroutine",
+        "11 <lambda>",
+        "12 program",
+        "3 <module>",
+    ]
+    assert on_shm(2, program) == [expected] * 2
 
 
 def test_an_interrupted_recv_ends_the_group() -> None:
