@@ -7,8 +7,8 @@
 //   all_reduce, small         1                      n + N n
 //   all_reduce, large         n / slot + 1           n + 2 n (see reduce_chunked)
 //   scan, exscan              n / slot               n + the inputs of the ranks before
-//   broadcast, all_gather,    longest / slot         own + all that is received
-//   gather
+//   broadcast                 n / piece              own, or all that is received
+//   all_gather, gather        longest / slot         own + all that is received
 //   scatter, all_to_all,      longest (N-1) / slot   all that is sent + all that is received
 //   reduce_scatter
 //

@@ -41,6 +41,8 @@ class Routes {
     for (int i = 0; i < operation_.inputs.count; ++i)
       longest_own_ = std::max(longest_own_, operation_.inputs[i].bytes);
     streamed_ = bytes >= x_.streamed_from();
+    if (operation_.kind == OpKind::kBroadcast && longest_own_ > kLeastPiece)
+      cell_bytes_ = std::min(cell_bytes_, piece_bytes());
   }
 
   /// True if from here on only other ranks have data to exchange. How much, only their byte-count
@@ -56,7 +58,7 @@ class Routes {
            operation_.kind == OpKind::kReduceScatter;
   }
   /// The most bytes of a message that a round moves.
-  size_t cell_bytes() const { return share(x_.tunables().chunk_bytes); }
+  size_t cell_bytes() const { return cell_bytes_; }
   /// True if a message is read from its sender's memory, and its cell only shows where it is.
   bool read_from_peer(const Buffer& message) const {
     return !through_outboxes_ && x_.shows(message.bytes);
@@ -91,6 +93,13 @@ class Routes {
   }
 
  private:
+  static constexpr size_t kLeastPiece = 32 * 1024, kMostPiece = 128 * 1024;
+
+  /// Of a broadcast: others read a piece while the root writes the next one. A round of more ranks takes
+  /// longer.
+  size_t piece_bytes() const {
+    return std::max(kLeastPiece / 2 * x_.size, std::min(align_down(longest_own_ / 4), kMostPiece));
+  }
   bool root() const { return x_.rank == operation_.root; }
   /// What each message has of `bytes` bytes of a slot.
   size_t share(size_t bytes) const {
@@ -99,6 +108,7 @@ class Routes {
 
   const Exchange& x_;
   const Operation& operation_;
+  size_t cell_bytes_ = share(x_.tunables().chunk_bytes);
   size_t longest_own_ = 0;  // the longest message that this rank sends or receives
   bool streamed_;
   bool through_outboxes_ = false;
