@@ -99,8 +99,7 @@ class LaunchSettings:
             return
         if self.max_restarts:
             raise ValueError(
-                "max-restarts starts all ranks of one host again: for several hosts give the "
-                "commands to a loop, or take --nnodes MIN:MAX with --restarts"
+                "max-restarts is for one host: take --nnodes MIN:MAX with --restarts for several"
             )
         if self.rdzv is None:
             served = "of node 0 and a free port" if self.elastic_nodes is None else "and the port"

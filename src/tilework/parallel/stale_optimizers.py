@@ -76,13 +76,11 @@ class RefusedGradient:
     def __call__(self, _: Tensor) -> None:
         old = self.parameter()
         mark: _Replaced | None = None if old is None else _marks.get(old)
-        if mark is None or old is None or (fault := mark.fault(old)) is None:
-            return
-        raise RuntimeError(
-            f"backward came to a parameter that the model does not have: {fault}. Something else "
-            f"computes with it, such as a list, a closure or another module: let it ask the module "
-            f"for the parameter"
-        )
+        if mark is not None and old is not None and (fault := mark.fault(old)):
+            raise RuntimeError(
+                f"backward came to a parameter that the model does not have: {fault}. A list, a "
+                f"closure or another module computes with it: let that ask the module for it"
+            )
 
 
 @contextmanager

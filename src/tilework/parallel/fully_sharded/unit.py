@@ -285,7 +285,6 @@ class Unit:
         return now is not None and now == before and all(map(is_, now[2], before[2]))
 
     def _version(self) -> int:
-        """The number of writes to the shards, those to ``data`` included."""
         counted: int = sum(map(_version_of, self.shards()))
         return counted + writes_beside(param.sharded for param in self.params)
 
@@ -531,10 +530,7 @@ class Unit:
             use.shown.append(unit)
 
     def _check_unwritten(self) -> None:
-        """Raise if forward has written to a shard, which this forward has not seen, or to a full
-        parameter, which would be lost. Writes to a full one that torch does not count are found in
-        the passes in which ranks compare parameters.
-        """
+        """Raise if forward wrote to a shard unseen, or to a full parameter, which is lost."""
         gathered = self._gathered
         if self._depth > 1 or not self._installed or gathered is None:
             return
@@ -544,8 +540,7 @@ class Unit:
                 raise RuntimeError(
                     f"forward of {self.owner.name} wrote to {names} after these parameters were "
                     f"gathered, and computed with the former values: write before this forward, or "
-                    f"call fully_shard on the inner module that has them, and write before that is "
-                    f"called"
+                    f"call fully_shard on the inner module, and write before that is called"
                 )
         elif self._writes() != self._written or (
             is_due((self._gathers + 1) // 2) and any(self._differing(self._shown_fulls()))
@@ -557,10 +552,8 @@ class Unit:
             )
 
     def _shown_fulls(self) -> Iterator[tuple[ShardedParam, Tensor]]:
-        """The parameters, each with the local tensor that attribute access finds."""
         for param in self._installed:
-            module, name = param.places[0]
-            value: Any = getattr(module, name)
+            value: Any = getattr(*param.places[0])
             yield param, getattr(value, "_local_tensor", value)
 
     def _differing(self, pairs: Iterable[tuple[ShardedParam, Tensor]]) -> Iterator[str]:
