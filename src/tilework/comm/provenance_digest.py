@@ -46,8 +46,9 @@ ADVICE_ON_PASSES = (
     "counts. Look for a batch, a backward(), step() or zero_grad() that one rank skips or repeats "
     "(loss.isnan(), a shorter data loader, rank == 0). For a forward pass of one rank alone call "
     "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join. Modules of "
-    "fully_shard have neither: give all ranks equally many batches. tilework.dtensor.verify(model) "
-    "names the parameters that have parted."
+    "fully_shard have neither: give all ranks equally many batches. A loss of this rank's rows may "
+    "use sharded parameters within forward alone: outside they are replicated, with all tensors "
+    "beside them. tilework.dtensor.verify(model) names the parameters that have parted."
 )
 
 #: Functions of layers above that give more advice on collectives of DTensors; "" for none.

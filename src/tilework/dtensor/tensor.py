@@ -41,6 +41,7 @@ from tilework.dtensor.provenance.digests import (
     note_gradient,
     stable_digest,
 )
+from tilework.dtensor.provenance.replicas import note_gradient_from_plain
 from tilework.dtensor.rank_part import plain_of
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.show import layout_page
@@ -294,7 +295,10 @@ class DTensor(DTensorBase):
         """
         with named_for("full_tensor"):
             full = self.redistribute(placements=self._spec.replicated.placements)
-        return full.to_local(grad_placements=grad_placements)
+        local = full.to_local(grad_placements=grad_placements)
+        if grad_placements is None and local.grad_fn is not None:
+            note_gradient_from_plain(full, local)
+        return local
 
     def redistribute(
         self,

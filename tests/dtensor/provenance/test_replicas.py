@@ -17,6 +17,7 @@ from tilework.dtensor import (
     Replicate,
     Shard,
     distribute_module,
+    distribute_tensor,
     init_device_mesh,
     verifying,
 )
@@ -106,3 +107,15 @@ def test_the_first_rank_with_each_part() -> None:
         return [first_replicas(cut(x, mesh, layout)._spec) for layout in layouts]
 
     assert run_ranks(4, program)[0] == [(0, 0, 2, 2), (0, 1, 0, 1), (0, 1, 2, 3)]
+
+
+@each("makes_plain", [False, True])
+def test_a_plain_loss_of_each_rank_counts_in_gradients_of_shards(makes_plain: bool) -> None:
+    def program(rank: int) -> None:
+        scale: Any = distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        loss = torch.tensor(1.0 + rank) * (-scale.requires_grad_()[0]).exp()
+        (loss.full_tensor() if makes_plain else loss).backward()
+        with pytest.raises(dist.CollectiveMismatchError, match="how their tensors came about"):
+            scale.grad.full_tensor()
+
+    run_ranks(2, program)

@@ -122,12 +122,23 @@ def note_output(tensor: DTensorBase, local: Any) -> None:
     if not local.requires_grad or spec.partial_axes:
         return
     if spec.is_replicated:
-        digest = spec.digest
-        local.register_hook(
-            lambda grad: counts.note_plain_gradient(hash((digest, content_digest(grad))))
-        )
+        note_gradient_from_plain(tensor, local)
     elif spec.mesh.ndim > 1:
         local.register_hook(lambda grad: compare_gradients(grad, spec))
+
+
+def note_gradient_from_plain(tensor: DTensorBase, local: Any) -> None:
+    """Make digests depend on the gradient of a replicated tensor that plain operators use. Local.
+
+    These compute the gradient of ``local``, which all ranks must get the same.
+    """
+    spec = tensor._spec
+    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
+        return
+    counts, digest = call_counts_of(spec.mesh), digest_of(tensor)
+    local.register_hook(
+        lambda grad: counts.note_plain_gradient(hash((digest, content_digest(grad))))
+    )
 
 
 #: The differences between replicas that count as rounding, relative to the largest value.
