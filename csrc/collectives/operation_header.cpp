@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <tuple>
 
 #include "transport/fault.h"
 
@@ -204,15 +205,6 @@ uint64_t compare_all_calls(const Segment& segment, unsigned parity, const SizeRa
   return calls[0].bytes;
 }
 
-void read_details(const Segment& segment, unsigned parity, PeerBuffers& peers) {
-  for (int peer = 0; peer < segment.size(); ++peer) {
-    const Call call = read_call(segment.control(peer).headers[parity]);
-    peers.factors[peer] = call.factor;
-    peers.inputs[peer] = call.input;
-    peers.outputs[peer] = call.output;
-  }
-}
-
 }  // namespace
 
 Call read_call(const OperationHeader& header) {
@@ -299,8 +291,13 @@ uint64_t compare_headers(const Segment& segment, int rank, unsigned parity, cons
                    (any & kPrefersOutboxes) != 0};
   peers.shows_any = false;
   peers.longest_unread_bytes = 0;
-  if ((any & kHasDetails) != 0 || peers.has_details) read_details(segment, parity, peers);
+  const bool had_details = peers.has_details;
   peers.has_details = (any & kHasDetails) != 0;
+  for (int peer = 0; (had_details || peers.has_details) && peer < segment.size(); ++peer) {
+    const Call call = read_call(segment.control(peer).headers[parity]);
+    std::tie(peers.factors[peer], peers.inputs[peer], peers.outputs[peer]) =
+        std::tie(call.factor, call.input, call.output);
+  }
   if (differences != 0) return compare_all_calls(segment, parity, read, peers);
   peers.note(own_bytes, read);
   return own_bytes;

@@ -41,8 +41,11 @@ class Routes {
     for (int i = 0; i < operation_.inputs.count; ++i)
       longest_own_ = std::max(longest_own_, operation_.inputs[i].bytes);
     streamed_ = bytes >= x_.streamed_from();
+    // Others read a piece while the root writes the next one. A round of more ranks takes longer.
     if (operation_.kind == OpKind::kBroadcast && longest_own_ > kLeastPiece)
-      cell_bytes_ = std::min(cell_bytes_, piece_bytes());
+      cell_bytes_ = std::min(
+          cell_bytes_,
+          std::max(kLeastPiece / 2 * x_.size, std::min(align_down(longest_own_ / 4), kMostPiece)));
   }
 
   /// True if from here on only other ranks have data to exchange. How much, only their byte-count
@@ -95,11 +98,6 @@ class Routes {
  private:
   static constexpr size_t kLeastPiece = 32 * 1024, kMostPiece = 128 * 1024;
 
-  /// Of a broadcast: others read a piece while the root writes the next one. A round of more ranks takes
-  /// longer.
-  size_t piece_bytes() const {
-    return std::max(kLeastPiece / 2 * x_.size, std::min(align_down(longest_own_ / 4), kMostPiece));
-  }
   bool root() const { return x_.rank == operation_.root; }
   /// What each message has of `bytes` bytes of a slot.
   size_t share(size_t bytes) const {

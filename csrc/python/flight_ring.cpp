@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <unordered_map>
 
-#if PY_VERSION_HEX >= 0x030b0000 && PY_VERSION_HEX < 0x030e0000
-#define TILEWORK_READS_FRAMES
+#if PY_VERSION_HEX >= 0x030b0000
 #define Py_BUILD_CORE
 #include <internal/pycore_frame.h>
 #undef Py_BUILD_CORE
@@ -45,7 +44,7 @@ int line_at(PyCodeObject* code, int position) {
 #endif
 }
 
-#ifdef TILEWORK_READS_FRAMES
+#if PY_VERSION_HEX >= 0x030b0000
 /// A frame of the interpreter's. To make an object of it costs as much as all else that is recorded.
 using Frame = _PyInterpreterFrame*;
 
@@ -78,13 +77,7 @@ Frame outer(const Frame& frame) {
 nb::object code_of(const Frame& frame) {
   return nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(of(frame))));
 }
-int position_in(const Frame& frame) {
-#if PY_VERSION_HEX >= 0x030b0000
-  return PyFrame_GetLasti(of(frame));
-#else
-  return PyFrame_GetLineNumber(of(frame));
-#endif
-}
+int position_in(const Frame& frame) { return PyFrame_GetLineNumber(of(frame)); }
 #endif
 
 /// The program's innermost frame.

@@ -61,11 +61,9 @@ inline void cpu_relax() {
 }
 
 /// Take a cache line that this thread will write away from others' caches.
-inline void own_line_soon(const void* line) {
+inline void own_line_soon([[maybe_unused]] const void* line) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(line)));
-#else
-  __builtin_prefetch(line, 1);
 #endif
 }
 
