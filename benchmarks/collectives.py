@@ -32,14 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drawing import (
-    charts,
-    comparison_lines,
-    limit_lines,
-    scaling_table,
-    segment_table,
-    times_table,
-)
+from drawing import charts, comparison_lines, limit_lines, scaling_table, segment_table, times_table
 from figures import (
     ASYNC_OPERATIONS,
     BEST_MPI,

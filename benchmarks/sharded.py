@@ -39,9 +39,7 @@ from tilework.testing import run_ranks
 
 warnings.simplefilter("ignore")  # torch's ShardedTensor is deprecated, and says so at each step
 from torch.distributed._shard import sharded_tensor as theirs  # noqa: E402
-from torch.distributed._shard.sharding_spec import (  # noqa: E402
-    ChunkShardingSpec as TheirChunkShardingSpec,
-)
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec as TheirChunkShardingSpec  # noqa: E402
 
 TILEWORK, GLOO = "tilework", "torch on Gloo"
 #: tilework's all_to_all of as many bytes, into memory that is there already.

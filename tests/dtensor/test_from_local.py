@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    Layout,
-    check_op,
-    distributed,
-)
+from tests.dtensor.op_checks import Layout, check_op, distributed
 from tests.dtensor.sharded_values import full
 from tilework.dtensor import (
     DeviceMesh,

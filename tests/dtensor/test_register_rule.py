@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    noting_gatherings,
-)
+from tests.dtensor.op_checks import noting_gatherings
 from tests.dtensor.sharded_values import cut, same
 from tests.tables import each
 from tilework.dtensor import (

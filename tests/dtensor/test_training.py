@@ -13,18 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
-from tests.dtensor.op_checks import (
-    check_op,
-)
+from tests.dtensor.op_checks import check_op
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
 from tests.rounding import assert_close
-from tilework.dtensor import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    init_device_mesh,
-)
+from tilework.dtensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
 torch.manual_seed(11)

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from tests.layout.random_tilings import examples
 from tests.tables import pairs
-from tilework.layout import (
-    CostModel,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    redistribution_steps,
-)
+from tilework.layout import CostModel, Partial, Placement, Replicate, Shard, redistribution_steps
 from tilework.layout.cost import AxisChange
 
 R, P = Replicate(), Partial()

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.dtensor import (
-    init_device_mesh,
-)
+from tilework.dtensor import init_device_mesh
 from tilework.mesh import DeviceMesh, MeshSpec, current_mesh
 from tilework.testing import run_ranks
 

@@ -11,10 +11,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.dtensor.sharded_values import cut, same
-from tilework.dtensor import (
-    Shard,
-    init_device_mesh,
-)
+from tilework.dtensor import Shard, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 

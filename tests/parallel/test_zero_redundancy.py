@@ -11,12 +11,7 @@ from torch import nn
 
 from tests.rounding import assert_close
 from tilework.errors import CollectiveMismatchError
-from tilework.parallel import (
-    DistributedDataParallel,
-    Join,
-    ZeroRedundancyOptimizer,
-    comm_hooks,
-)
+from tilework.parallel import DistributedDataParallel, Join, ZeroRedundancyOptimizer, comm_hooks
 from tilework.testing import run_ranks
 
 

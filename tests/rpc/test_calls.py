@@ -15,16 +15,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.rpc.joined_ranks import (
-    Gate,
-    identity,
-    my_name,
-    nothing,
-    only,
-    relay,
-    together,
-    until,
-)
+from tests.rpc.joined_ranks import Gate, identity, my_name, nothing, only, relay, together, until
 from tilework import rpc
 from tilework.errors import CollectiveMismatchError, RemoteError, RpcTimeoutError
 from tilework.rpc import WorkerInfo

@@ -24,12 +24,7 @@ from tests.sharded.ranks_and_specs import (
     specs,
 )
 from tests.tables import each
-from tilework.sharded import (
-    PartialCoverError,
-    ShardedTensor,
-    shard_parameter,
-    shard_tensor,
-)
+from tilework.sharded import PartialCoverError, ShardedTensor, shard_parameter, shard_tensor
 
 ROWS = chunks(0, range(4))
 

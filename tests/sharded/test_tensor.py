@@ -9,15 +9,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.sharded.ranks_and_specs import (
-    boxes,
-    check_all_raise,
-    chunks,
-    cut,
-    grid,
-    numbered,
-    on,
-)
+from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, cut, grid, numbered, on
 from tests.tables import each
 from tilework import sharded
 from tilework.sharded import Shard, ShardedTensor, ShardedTensorBase, ShardingSpec, TiledTensor

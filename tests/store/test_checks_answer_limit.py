@@ -10,12 +10,7 @@ import tilework.distributed as dist
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.errors import StoreTimeoutError
 from tilework.store import TCPStore
-from tilework.store.checks import (
-    GRACE_SECONDS,
-    answer_seconds,
-    answers_within,
-    left_seconds,
-)
+from tilework.store.checks import GRACE_SECONDS, answer_seconds, answers_within, left_seconds
 
 
 def test_a_request_alone_has_its_own_time_and_a_grace() -> None:

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from tests.dtensor.op_checks import (
-    check_op,
-)
+from tests.dtensor.op_checks import check_op
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
 from tests.rounding import assert_close
 from tests.tables import each

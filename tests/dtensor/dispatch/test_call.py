@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    check_op,
-    noting_gatherings,
-)
+from tests.dtensor.op_checks import check_op, noting_gatherings
 from tests.dtensor.sharded_values import cut, same
 from tests.tables import each
 from tilework.dtensor import (

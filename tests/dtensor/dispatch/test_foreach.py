@@ -12,14 +12,7 @@ from tests.dtensor.sharded_values import cut, full
 from tests.fuzz.programs import compare
 from tests.rounding import assert_close
 from tests.tables import each
-from tilework.dtensor import (
-    CommDebugMode,
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    init_device_mesh,
-)
+from tilework.dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.dtensor.op_checks import (
-    check_op,
-)
+from tests.dtensor.op_checks import check_op
 from tests.dtensor.sharded_values import cut
 from tests.rounding import assert_close
-from tilework.dtensor import (
-    Partial,
-    Replicate,
-    Shard,
-    init_device_mesh,
-)
+from tilework.dtensor import Partial, Replicate, Shard, init_device_mesh
 from tilework.dtensor.propagation.dtensor_call import content_hash
 from tilework.testing import run_ranks
 

@@ -12,11 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.dtensor.sharded_values import cut
 from tests.rounding import assert_close
-from tilework.dtensor import (
-    DTensor,
-    Shard,
-    init_device_mesh,
-)
+from tilework.dtensor import DTensor, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
 GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))

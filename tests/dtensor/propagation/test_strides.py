@@ -16,13 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tests.tables import each
-from tilework.dtensor import (
-    GatherWarning,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from tilework.dtensor import GatherWarning, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.dtensor.propagation.strides import elementwise_strides, like_strides
 from tilework.layout import Placement
 from tilework.testing import run_ranks

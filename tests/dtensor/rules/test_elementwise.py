@@ -11,22 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    Layouts,
-    check_op,
-    count_op,
-    partial_tensor,
-)
+from tests.dtensor.op_checks import Layouts, check_op, count_op, partial_tensor
 from tests.dtensor.sharded_values import full, same
 from tests.tables import each
-from tilework.dtensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 from tilework.tiled.rules.elementwise import pointwise_names
 

@@ -14,12 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    MESHES,
-    Layout,
-    check_op,
-    count_op,
-)
+from tests.dtensor.op_checks import MESHES, Layout, check_op, count_op
 from tests.fuzz.programs import compare
 from tests.tables import each
 from tilework.dtensor import (

@@ -11,12 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    Layout,
-    check_op,
-    count_op,
-    noting_gatherings,
-)
+from tests.dtensor.op_checks import Layout, check_op, count_op, noting_gatherings
 from tests.tables import each
 from tilework.dtensor import (
     Partial,

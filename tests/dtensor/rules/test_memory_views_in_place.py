@@ -10,11 +10,7 @@ import torch
 from tests.fuzz.language import Run
 from tests.fuzz.programs import compare
 from tests.tables import each
-from tilework.dtensor import (
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 

@@ -10,20 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dtensor.op_checks import (
-    Layouts,
-    check_op,
-    count_op,
-)
+from tests.dtensor.op_checks import Layouts, check_op, count_op
 from tests.dtensor.sharded_values import cut, full, spread
 from tests.rounding import assert_close
 from tests.tables import each
-from tilework.dtensor import (
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 FEW: dict[str, Any] = {"meshes": [(2,), (2, 2)], "most": 5, "gathers": False}

@@ -11,20 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dtensor.op_checks import (
-    check_op,
-    count_op,
-    torch_computes,
-)
+from tests.dtensor.op_checks import check_op, count_op, torch_computes
 from tests.dtensor.rules.test_elementwise import check, together
 from tests.tables import each
-from tilework.dtensor import (
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm

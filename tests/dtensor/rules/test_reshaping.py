@@ -14,12 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.dtensor.op_checks import (
-    MESHES,
-    Layout,
-    check_op,
-    count_op,
-)
+from tests.dtensor.op_checks import MESHES, Layout, check_op, count_op
 from tests.dtensor.sharded_values import cut, full, same
 from tests.fuzz.programs import compare
 from tests.hypothesis_settings import examples

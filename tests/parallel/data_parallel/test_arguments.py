@@ -10,9 +10,7 @@ from torch import nn
 
 import tilework.distributed as dist
 from tilework.dtensor import init_device_mesh
-from tilework.parallel import (
-    DistributedDataParallel,
-)
+from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
 

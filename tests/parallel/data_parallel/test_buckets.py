@@ -8,11 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilework.parallel import compute_bucket_assignment_by_size
-from tilework.parallel.data_parallel.buckets import (
-    BucketPlan,
-    bucket_bytes_of,
-    plan_buckets,
-)
+from tilework.parallel.data_parallel.buckets import BucketPlan, bucket_bytes_of, plan_buckets
 
 
 def floats(*sizes: int) -> list[torch.Tensor]:

@@ -27,9 +27,7 @@ from tests.parallel.data_parallel.models import (
     train,
 )
 from tests.rounding import assert_close
-from tilework.parallel import (
-    DistributedDataParallel,
-)
+from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
 

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.parallel.data_parallel.models import (
-    ROWS,
-    batch,
-    mlp,
-    mse,
-)
+from tests.parallel.data_parallel.models import ROWS, batch, mlp, mse
 from tests.rounding import assert_close
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.parallel import (

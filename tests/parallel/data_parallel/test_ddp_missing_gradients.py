@@ -21,9 +21,7 @@ from tests.parallel.data_parallel.models import (
     seeded,
 )
 from tests.rounding import assert_close
-from tilework.parallel import (
-    DistributedDataParallel,
-)
+from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
 

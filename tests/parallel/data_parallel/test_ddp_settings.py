@@ -13,18 +13,8 @@ import torch
 from torch import nn
 
 import tilework.distributed as dist
-from tests.parallel.data_parallel.models import (
-    ROWS,
-    batch,
-    gradients,
-    mlp,
-    mse,
-    same_gradients,
-)
-from tilework.parallel import (
-    DistributedDataParallel,
-    MixedPrecision,
-)
+from tests.parallel.data_parallel.models import ROWS, batch, gradients, mlp, mse, same_gradients
+from tilework.parallel import DistributedDataParallel, MixedPrecision
 from tilework.testing import run_ranks
 
 

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from tests.parallel.data_parallel.models import (
-    EACH_SETTING,
-    WIDTH,
-    seeded,
-    train,
-)
+from tests.parallel.data_parallel.models import EACH_SETTING, WIDTH, seeded, train
 from tilework.parallel.data_parallel.arguments import moved
 
 

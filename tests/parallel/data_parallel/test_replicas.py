@@ -10,12 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.data_parallel.models import (
-    raised,
-)
-from tilework.parallel import (
-    DistributedDataParallel,
-)
+from tests.parallel.data_parallel.models import raised
+from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
 

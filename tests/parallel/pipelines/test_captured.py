@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parallel.pipelines.models import (
-    alone,
-    assert_equal,
-    batch,
-    seeded,
-    stages_of,
-    together,
-)
+from tests.parallel.pipelines.models import alone, assert_equal, batch, seeded, stages_of, together
 from tests.parallel.pipelines.orders import legal_rows
 from tests.parallel.pipelines.test_schedule import of_torch
 from tests.parallel.pipelines.test_stages import Tied

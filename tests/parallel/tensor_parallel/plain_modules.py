@@ -10,10 +10,7 @@ from torch import nn
 
 from tests.dtensor.sharded_values import full
 from tests.rounding import assert_close
-from tilework.dtensor import (
-    DTensor,
-    init_device_mesh,
-)
+from tilework.dtensor import DTensor, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from tests.dtensor.sharded_values import collectives, cut, full
 from tests.parallel.tensor_parallel.plain_modules import alone, check_gradients, square
 from tests.rounding import assert_close
-from tilework.dtensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    init_device_mesh,
-    strict,
-)
+from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh, strict
 from tilework.mesh import DeviceMesh
 from tilework.parallel import (
     ColwiseParallel,

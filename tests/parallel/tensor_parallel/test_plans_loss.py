@@ -9,13 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.dtensor.sharded_values import collectives, cut, same
-from tilework.dtensor import (
-    Shard,
-    init_device_mesh,
-)
-from tilework.parallel import (
-    loss_parallel,
-)
+from tilework.dtensor import Shard, init_device_mesh
+from tilework.parallel import loss_parallel
 from tilework.testing import run_ranks
 
 

@@ -15,15 +15,7 @@ from torch import Tensor
 from tilework.dtensor.rules.index_read import narrow_to
 from tilework.dtensor.rules.index_write import on_mesh, register_writer
 from tilework.dtensor.views.moved_views import window_after
-from tilework.tiled import (
-    Arg,
-    Factor,
-    LocalRanges,
-    RuleResult,
-    composed,
-    dtensor_rule,
-    local_call,
-)
+from tilework.tiled import Arg, Factor, LocalRanges, RuleResult, composed, dtensor_rule, local_call
 from tilework.tiled.rules import LocalIndexRange, cat_shards, dim_at
 
 
