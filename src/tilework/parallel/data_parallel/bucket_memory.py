@@ -1,6 +1,6 @@
 """The memory of a bucket's gradients while ranks average them.
 
-A large gradient is averaged where it lies, by a message of its own: a byte moves less often than
+A large gradient is averaged where it lies, by a separate message: a byte moves less often than
 with a copy into a common buffer, and no second copy is held. This needs memory that no other tensor
 shows, since gradients may share memory with each other. All other gradients are copied into one
 flat tensor, in the segment where peers read them, and back after the reduction.
