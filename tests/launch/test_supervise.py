@@ -278,3 +278,22 @@ def test_all_ranks_start_again(launch: Launch) -> None:
     assert done.status == 0
     assert "tilework: all ranks start again (2 of 2 restarts)" in done.err
     assert launch(script, "-n", "2", "--max-restarts", "1").status == 1
+
+
+def test_a_signal_while_a_failed_attempt_ends_is_not_lost(launch: Launch) -> None:
+    script = """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("ready"):
+                time.sleep(0.01)
+            sys.exit(3)
+        ended = []
+        signal.signal(signal.SIGTERM, lambda *_: ended.append(os.kill(os.getppid(), signal.SIGTERM)))
+        open("ready", "w").close()
+        while not ended:
+            time.sleep(0.01)
+        time.sleep(0.2)  # the launcher may read the signal, or come to the end before
+    """
+    done = launch(script, "-n", "2", "--max-restarts", "5")
+    assert done.status == 3
+    assert "start again" not in done.err

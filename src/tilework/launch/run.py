@@ -78,19 +78,24 @@ def run(settings: LaunchSettings, program: Program) -> int:
             assert outcome is not None
             printer.output.drain()
             if outcome.begins_again:
-                notice = "hosts were lost before the ranks met, or all that had: it begins again"
-            elif outcome.root is not None and attempt < settings.max_restarts:
-                attempt += 1
-                notice = f"all ranks start again ({attempt} of {settings.max_restarts} restarts)"
-            else:
+                nodes = _begin_again(nodes, settings, printer)
+                continue
+            printer.print_summary(outcome, job.left_behind, job.recovery)
+            if outcome.root is None or attempt == settings.max_restarts or inbox.ends_job:
                 break
+            attempt += 1
+            notice = f"all ranks start again ({attempt} of {settings.max_restarts} restarts)"
             printer.output.write_notice(f"tilework: {notice}\n")
-            if outcome.begins_again:
-                assert nodes is not None
-                nodes = join_again(nodes, settings)
-        printer.print_summary(outcome, job.left_behind, job.recovery)
+        printer.print_end()
         printer.output.flush(_LAST_FLUSH_SECONDS if outcome.exit_status else None)
         return outcome.exit_status
+
+
+def _begin_again(nodes: Nodes | None, settings: LaunchSettings, printer: _Printer) -> Nodes:
+    notice = "hosts were lost before the ranks met, or all that had: it begins again"
+    printer.output.write_notice(f"tilework: {notice}\n")
+    assert nodes is not None
+    return join_again(nodes, settings)
 
 
 @dataclass(frozen=True)
@@ -132,11 +137,15 @@ class _Printer:
             notes.append(f"ended what ranks had left running: {', '.join(left_behind)}")
         if outcome.root is not None and (records := self.flight.announce()):
             notes.append(records)
-        self.flight.close()
-        if self.trace is not None:
-            notes.append(f"what the ranks did: tilework trace {self.trace} -o step.json")
         for line in notes:
             self.output.write_notice(f"tilework: {line}\n")
+
+    def print_end(self) -> None:
+        self.flight.close()
+        if self.trace is not None:
+            self.output.write_notice(
+                f"tilework: what the ranks did: tilework trace {self.trace} -o step.json\n"
+            )
 
 
 def _watch(settings: LaunchSettings, printer: _Printer, nodes: Nodes | None) -> RankLine | None:

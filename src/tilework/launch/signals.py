@@ -84,6 +84,8 @@ class SignalInbox:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._before: dict[int, object] = {}
+        #: True once a signal has come that ends a job.
+        self.ends_job = False
 
     def __enter__(self) -> SignalInbox:
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -91,9 +93,10 @@ class SignalInbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(-1)
+        self.read()
         self.forget_in_child()
 
     def fileno(self) -> int:
@@ -102,9 +105,11 @@ class SignalInbox:
 
     def read(self) -> list[int]:
         """The signals since the last call, in order."""
+        numbers: list[int] = []
         with contextlib.suppress(BlockingIOError):
-            return list(os.read(self._reader, 4096))
-        return []
+            numbers += os.read(self._reader, 4096)
+        self.ends_job = self.ends_job or not ENDING_SIGNALS.isdisjoint(numbers)
+        return numbers
 
     def forget_in_child(self) -> None:
         """Close the pipe; for a forked child, and at the end."""
