@@ -237,6 +237,8 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
             try:
                 return write_files(save.storage, save.files, source, progress)
             except FileNotFoundError as error:
+                if ranks.is_first or not error.filename:
+                    raise
                 told = f"{error.filename}: the first rank has made no such folder: {_ONE_FOLDER}"
                 raise CheckpointError(told, file=str(error.filename)) from error
 

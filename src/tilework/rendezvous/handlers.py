@@ -150,9 +150,9 @@ class ServerWait:
 
     def __init__(self, place: RankPlace, where: str, one_host: bool) -> None:
         self._rank = place.rank
-        named = os.environ.get("MASTER_ADDR")
-        at = f"at {where}" if where else f"of this job at MASTER_ADDR={named}"
-        self._where = at if where or named else "of this job"
+        named = "" if where or _uses_launchers_store() else os.environ.get("MASTER_ADDR", "")
+        of_job = f"of this job at MASTER_ADDR={named}" if named else "of this job"
+        self._where = f"at {where}" if where else of_job
         self._who = f"rank 0, which is to serve the store {self._where}"
         if not where and _uses_launchers_store():
             url = os.environ["TILEWORK_STORE"]
