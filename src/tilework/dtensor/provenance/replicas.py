@@ -136,9 +136,12 @@ def note_gradient_from_plain(tensor: DTensorBase, local: Any) -> None:
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
         return
     counts, digest = call_counts_of(spec.mesh), digest_of(tensor)
-    local.register_hook(
-        lambda grad: counts.note_plain_gradient(hash((digest, content_digest(grad))))
-    )
+
+    def note(grad: Tensor | None) -> None:  # None: from a node that has other results, too
+        content = None if grad is None else content_digest(grad)
+        counts.note_plain_gradient(hash((digest, content)))
+
+    local.register_hook(note)
 
 
 #: The differences between replicas that count as rounding, relative to the largest value.

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tilework.comm.contract import ReduceOp
 from tilework.comm.operations.internal import all_reduce, span
-from tilework.comm.per_call.internal import lacks_memory
+from tilework.comm.per_call.internal import current_recorder, lacks_memory
 from tilework.comm.provenance_digest import OF_A_UNIT, carrying
 from tilework.dtensor import DTensor
 from tilework.dtensor.internal import (
@@ -543,7 +543,9 @@ class Unit:
                     f"call fully_shard on the inner module, and write before that is called"
                 )
         elif self._writes() != self._written or (
-            is_due((self._gathers + 1) // 2) and any(self._differing(self._shown_fulls()))
+            current_recorder() is None  # a program would branch on values in each call
+            and is_due((self._gathers + 1) // 2)
+            and any(self._differing(self._shown_fulls()))
         ):
             raise RuntimeError(
                 f"forward of {self.owner.name} wrote to a parameter in place: the full tensor is "
