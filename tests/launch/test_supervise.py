@@ -288,7 +288,8 @@ def test_a_signal_while_a_failed_attempt_ends_is_not_lost(launch: Launch) -> Non
                 time.sleep(0.01)
             sys.exit(3)
         ended = []
-        signal.signal(signal.SIGTERM, lambda *_: ended.append(os.kill(os.getppid(), signal.SIGTERM)))
+        end = lambda *_: ended.append(os.kill(os.getppid(), signal.SIGTERM))
+        signal.signal(signal.SIGTERM, end)
         open("ready", "w").close()
         while not ended:
             time.sleep(0.01)
