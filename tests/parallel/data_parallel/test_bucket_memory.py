@@ -174,3 +174,46 @@ def test_gradients_take_no_second_copy(options: dict[str, Any]) -> None:
         return peak_of_a_step(options)
 
     assert max(run_ranks(2, program, kind="processes")) < 2 + 1.5 / LAYERS
+
+
+def test_gradients_of_a_failed_pass_leave_the_memory_of_reductions() -> None:
+    def program(rank: int) -> None:
+        made, large, small = memory()
+        large.grad, small.grad = torch.ones(SIDE, SIDE), torch.ones(3)
+        made.open()
+        made.fill()
+        late = made.parts
+        made.withdraw()
+        for part in late:
+            part.fill_(7.0)
+        assert large.grad.eq(1).all()
+        assert small.grad.eq(1).all()
+
+    run_ranks(1, program)
+
+
+def test_a_pass_that_raises_withdraws_at_once() -> None:
+    def program(rank: int) -> None:
+        ddp: Any = DistributedDataParallel(wide(), bucket_cap_mb=0.0005)
+        ddp.module[0].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ddp(torch.ones(2, 8)).sum().backward()
+        memories = [bucket.memory for bucket in ddp.reducer.buckets]
+        assert not any(each.parts for each in memories)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("numel", [8, ALONE_BYTES])
+def test_gradients_that_torch_conjugates_lazily(numel: int) -> None:
+    def program(rank: int) -> None:
+        layer: Any = nn.Module()
+        layer.weight = nn.Parameter(torch.ones(numel, dtype=torch.complex64))
+        layer.forward = lambda x: (layer.weight.conj() * x).sum().abs()
+        ddp: Any = DistributedDataParallel(layer)
+        for _ in range(2):
+            ddp.zero_grad(set_to_none=False)
+            ddp(torch.full((numel,), 1j * (rank + 1))).backward()
+        assert torch.allclose(layer.weight.grad.real, torch.full((numel,), 1.5))
+
+    run_ranks(2, program)

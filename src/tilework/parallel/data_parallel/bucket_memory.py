@@ -22,7 +22,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.internal import current_recorder
 from tilework.dtensor.internal import is_shared
 from tilework.parallel.data_parallel.buckets import element_count
-from tilework.parallel.data_parallel.leaves import grad_dtype_of, grad_view, lies_as
+from tilework.parallel.data_parallel.leaves import as_is, grad_dtype_of, grad_view, lies_as
 
 #: Gradients from this size on are averaged alone: a message costs less than two copies.
 ALONE_BYTES = 256 << 10
@@ -99,6 +99,14 @@ class BucketMemory:
         self._memory = None
         self.parts, self._averages = [], []
 
+    @torch.no_grad()
+    def withdraw(self) -> None:
+        """Let go of memory to which a reduction may still write: gradients there become copies."""
+        for tensor, average in zip(self.tensors, self._averages, strict=False):
+            if tensor.grad is average:
+                tensor.grad = average.clone()
+        self.discard()
+
     def open(self, whole: bool = False) -> None:
         """Prepare for a pass; ``whole``: all gradients are to lie in the flat tensor. Local."""
         if self._keeps_views:
@@ -118,7 +126,9 @@ class BucketMemory:
         if self._keeps_views:
             for place in missing:
                 grad = self.tensors[place].grad
-                if grad is not None and grad.data_ptr() == views[place].data_ptr():
+                if grad is None or grad.layout is not _STRIDED:
+                    continue
+                if grad.data_ptr() == views[place].data_ptr():
                     self.tensors[place].grad = grad.clone()
         grads = list(map(_grad, self.tensors))
         flat = self.flat
@@ -135,7 +145,7 @@ class BucketMemory:
                 view.zero_()
                 absent.append(place)
             elif grad is not view:
-                sources.append(grad.to_dense() if grad.is_sparse else grad)
+                sources.append(grad.to_dense() if grad.is_sparse else as_is(grad))
                 targets.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -148,7 +158,7 @@ class BucketMemory:
         tensor, numel = self.tensors[place], self._sizes[place]
         if grad is not None and not missing and lies_as(tensor, grad) and not is_shared(grad):
             return grad.as_strided((numel,), (1,)), grad
-        part = torch.empty(numel, dtype=self.dtype)
+        part = torch.empty(numel, dtype=self.dtype, device="cpu")
         return part, grad_view(part, tensor)
 
     def hand_out(self, used: Sequence[bool] | None = None) -> None:
@@ -163,6 +173,8 @@ class BucketMemory:
             elif grad is None or grad.layout is not _STRIDED:
                 dtype = grad_dtype_of(self.tensors[place])
                 self.tensors[place].grad = average.to(dtype, copy=True)
+            elif as_is(grad) is not grad:
+                grad.copy_(average)
             else:
                 targets.append(grad)
                 sources.append(average)

@@ -99,9 +99,14 @@ def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
     return flat.as_strided(leaf.shape, leaf.stride())
 
 
+def as_is(grad: Tensor) -> Tensor:
+    """The gradient, or a copy that has the values in memory if torch negates it lazily."""
+    return grad.resolve_conj().resolve_neg() if grad.is_conj() or grad.is_neg() else grad
+
+
 def lies_as(leaf: Tensor, grad: Tensor) -> bool:
     """True if a gradient's elements lie in one range, in the order of :func:`grad_view`."""
-    if grad.layout is not torch.strided or grad.requires_grad:
+    if grad.layout is not torch.strided or grad.requires_grad or as_is(grad) is not grad:
         return False
     if leaf.is_contiguous() or not _is_dense(leaf):
         return grad.is_contiguous()

@@ -47,6 +47,22 @@ _engine: Any = torch.autograd.Variable._execution_engine
 _LEAST_SHARE, _LOOK_EVERY = 0.9, 16
 
 
+class _PassEnd:
+    """The end of a pass, called by autograd's engine, which drops it if backward raises."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer: Reducer | None = reducer
+
+    def __call__(self) -> None:
+        reducer, self._reducer = self._reducer, None
+        assert reducer is not None
+        reducer._end()
+
+    def __del__(self) -> None:
+        if self._reducer is not None:
+            self._reducer.withdraw()
+
+
 @dataclass(frozen=True)
 class ReducerOptions:
     """Settings of a reducer, the same on all ranks; the last size limit serves all others."""
@@ -227,10 +243,14 @@ class Reducer:
     def abandon(self) -> None:
         """Forget a backward pass that raised before the end. Local."""
         if self._open and torch._C._current_graph_task_id() == -1:
-            for bucket in self.buckets[: self._next]:
-                if bucket.memory is not None:  # the reduction may still run
-                    bucket.memory.discard()
+            self.withdraw()
             self._reset()
+
+    def withdraw(self) -> None:
+        """Let parameters have copies of gradients to which reductions may still write. Local."""
+        for bucket in self.buckets[: self._next]:
+            if bucket.memory is not None:
+                bucket.memory.withdraw()
 
     def begin(self) -> None:
         """Prepare for the reductions of the backward pass that runs, unless done. Local."""
@@ -248,7 +268,7 @@ class Reducer:
         if not self.rebuilt:
             self._order = []
         self._start_clock()
-        _engine.queue_callback(self._end)
+        _engine.queue_callback(_PassEnd(self))
         self._open_memories()
         unused, self._unused_ahead = self._unused_ahead, None
         if self.options.find_unused and not self.options.static_graph:
@@ -414,6 +434,9 @@ class Reducer:
         try:
             with torch.no_grad(), self.replica.passes.carried():
                 self._finish()
+        except BaseException:
+            self.withdraw()
+            raise
         finally:
             self._open = self._is_simple = self.expecting = False
 
@@ -489,8 +512,9 @@ class Reducer:
         raise RuntimeError(say(dict(zip(self.active.global_ranks, names, strict=True))))
 
     def _wait(self, bucket: _Bucket) -> None:
-        if not bucket.works:
+        if not bucket.works and bucket.memory is not None:
             return  # reduced at once
+        value: Any = None
         for work in bucket.works:
             value = work.wait()
         if self.hook is not None:
