@@ -296,7 +296,7 @@ class DTensor(DTensorBase):
         with named_for("full_tensor"):
             full = self.redistribute(placements=self._spec.replicated.placements)
         local = full.to_local(grad_placements=grad_placements)
-        if grad_placements is None and local.grad_fn is not None:
+        if grad_placements is None:
             note_gradient_from_plain(full, local)
         return local
 

@@ -119,3 +119,17 @@ def test_a_plain_loss_of_each_rank_counts_in_gradients_of_shards(makes_plain: bo
             scale.grad.full_tensor()
 
     run_ranks(2, program)
+
+
+def test_a_gradient_that_one_rank_only_looks_at_parts_nobody() -> None:
+    def program(rank: int) -> None:
+        weight: Any = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        full = weight.requires_grad_().full_tensor()
+        if rank == 0:
+            (seen,) = torch.autograd.grad(full.square().sum(), full)
+            assert seen.eq(2).all()
+        weight.full_tensor().sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.full_tensor().eq(1).all()
+
+    run_ranks(2, program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -122,26 +122,32 @@ def note_output(tensor: DTensorBase, local: Any) -> None:
     if not local.requires_grad or spec.partial_axes:
         return
     if spec.is_replicated:
-        note_gradient_from_plain(tensor, local)
+        local.register_hook(_noting(tensor))
     elif spec.mesh.ndim > 1:
         local.register_hook(lambda grad: compare_gradients(grad, spec))
 
 
-def note_gradient_from_plain(tensor: DTensorBase, local: Any) -> None:
-    """Make digests depend on the gradient of a replicated tensor that plain operators use. Local.
+def note_gradient_from_plain(tensor: DTensorBase, local: Tensor) -> None:
+    """Make digests depend on the gradient that comes to a replicated tensor from ``local``. Local.
 
-    These compute the gradient of ``local``, which all ranks must get the same.
+    Plain operators use ``local``, and compute the gradient, which all ranks must get the same.
     """
     spec = tensor._spec
-    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
+    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off" or local.grad_fn is None:
         return
-    counts, digest = call_counts_of(spec.mesh), digest_of(tensor)
+    note, number = _noting(tensor), local.output_nr
+    # Not of the tensor: a gradient that the program only looks at stays on the rank.
+    local.grad_fn.register_prehook(lambda grads: note(grads[number]))
+
+
+def _noting(tensor: DTensorBase) -> Callable[[Tensor | None], None]:
+    counts, digest = call_counts_of(tensor._spec.mesh), digest_of(tensor)
 
     def note(grad: Tensor | None) -> None:  # None: from a node that has other results, too
         content = None if grad is None else content_digest(grad)
         counts.note_plain_gradient(hash((digest, content)))
 
-    local.register_hook(note)
+    return note
 
 
 #: The differences between replicas that count as rounding, relative to the largest value.
