@@ -137,7 +137,8 @@ class PlannedJob:
             if number == _MOST_PASSES:
                 raise PretendError(
                     f"what ranks gather and reduce depends on what they got before, over more than "
-                    f"{_MOST_PASSES} calls: plan fewer steps, or with values that ranks know"
+                    f"{_MOST_PASSES} calls, or differs from run to run (times, numbers without a "
+                    f"seed): plan fewer steps, or with values that ranks know"
                 )
             for rank in which if only is None else [only]:
                 runs[rank] = self._run_rank(how, rank, job)

@@ -322,6 +322,8 @@ def is_void(error: BaseException | None, decisions: Decisions) -> bool:
     """True if a run ended since a file's ``float`` met the first unknown number, or text of it."""
     if error is None or isinstance(error, RunAgain):
         return error is not None
+    if error.__traceback__ is None:
+        return is_void(error.__context__, decisions)
     frame, is_told = _end_of(error)
     if isinstance(error, ValueError) and _TEXT in str(error) and not is_told:
         return frame.f_code.co_filename not in decisions.scopes and decisions.keep_floats(frame)
@@ -332,6 +334,8 @@ def refusal_of(error: BaseException | None, decisions: Decisions) -> PretendErro
     """The refusal in place of an error of code in C, which found no plain number."""
     if error is None:
         return None
+    if error.__traceback__ is None:  # never raised, or without the traceback
+        return refusal_of(error.__context__, decisions)
     frame, is_told = _end_of(error)
     names = _TEXT, UnknownNumber.__name__
     is_given = (frame.f_code, frame.f_lasti) == decisions.given
