@@ -52,6 +52,7 @@ class _PassEnd:
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer: Reducer | None = reducer
+        self._pass = reducer._clock  # new in each pass
 
     def __call__(self) -> None:
         reducer, self._reducer = self._reducer, None
@@ -59,7 +60,8 @@ class _PassEnd:
         reducer._end()
 
     def __del__(self) -> None:
-        if self._reducer is not None:
+        # If the engine drops it late, another pass may run.
+        if self._reducer is not None and self._reducer._clock is self._pass:
             self._reducer.withdraw()
 
 

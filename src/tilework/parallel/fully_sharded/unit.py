@@ -490,6 +490,10 @@ class Unit:
         try:
             while use.shown:
                 use.shown.pop()._clean()
+        except BaseException:
+            for unit in use.shown:  # a gather under way has failed
+                unit._uninstall()
+            raise
         finally:
             if use.is_outermost:
                 self._end_run(use.is_again)
